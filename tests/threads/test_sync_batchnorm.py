@@ -15,16 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import lockstep
 from lockstep import Job
 from lockstep.errors import InputError, StrategyError
 from lockstep.launch import devices
-from lockstep.launch.world import World
-from lockstep.strategies.ddp import DDP
 from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
 from lockstep.threads.thread_pool import ThreadPool
@@ -431,31 +427,6 @@ def test_ranks_give_the_numbers_of_the_whole_batch_also_where_some_sit_out(tmp_p
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "store")]
     done = subprocess.run(command, timeout=60, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def groups_made(world: World) -> list[int]:
-    """The steps in which this rank made process groups."""
-    made = []
-    make = dist.new_group
-    dist.new_group = lambda ranks: made.append(world.step) or make(ranks)
-    data = TensorDataset(torch.randn(14, 3), torch.randn(14, 2))
-    job = Job(
-        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-        loss=nn.MSELoss(),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        train_data=data,
-        batch_size=6,
-        sync_batchnorm=True,
-    )
-    step = DDP().prepare(job, world)
-    for batch in DDP().training_loader(job, world, data):
-        step.update(batch)
-    return made
-
-
-def test_a_group_for_the_last_smaller_batch_is_made_before_the_first_update() -> None:
-    """One that is made later holds up all ranks in mid-run."""
-    assert lockstep.launch(groups_made, devices="3xcpu") == [[0]] * 3
 
 
 class Toggled(nn.Module):

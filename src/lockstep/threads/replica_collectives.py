@@ -200,11 +200,7 @@ class RankExchange:
         Args:
             parties: the number of ranks that take part, the first ones.
         """
-        self.make_group(parties)
         self.parties = parties
-
-    def make_group(self, parties: int) -> None:
-        """Make the group of the first ranks, where it isn't that of all."""
         if 1 < parties < self._world.size and parties not in self._groups:
             group = dist.new_group(list(range(parties)))
             assert group is not None

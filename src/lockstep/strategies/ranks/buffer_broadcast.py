@@ -16,10 +16,6 @@ Place = tuple[nn.Module, str]
 """A module, and the name of a buffer of it."""
 
 
-_SENT = (torch.float32, torch.float64, torch.int64)
-"""Number formats of buffers that are broadcast as they are."""
-
-
 class FollowedBuffers:
     """Buffers that change in training and act in it: all ranks follow rank 0, as with PyTorch's own
     DDP.
@@ -83,37 +79,21 @@ class FollowedBuffers:
 def take_first(world: World, places: list[Place]) -> None:
     """Overwrite buffers with rank 0's, which may have got another shape.
 
-    Every rank calls this. A buffer that is None on any rank stays as it is.
+    Every rank calls this. A buffer that is None on this rank or on rank 0 stays as it is.
     """
     if not places:
         return
     mine = [module._buffers[name] for module, name in places]
-    by_rank = world.gather_objects([_form(buffer) for buffer in mine])
-    by_buffer = zip(*by_rank, strict=True)
-    for place, buffer, forms in zip(places, mine, by_buffer, strict=True):
-        if buffer is None or None in forms:
+    given = []
+    if world.is_first:
+        given = [None if buffer is None else buffer.cpu() for buffer in mine]
+    of_first = world.broadcast_object(given)
+    if world.is_first:
+        return
+    for (module, name), buffer, first in zip(places, mine, of_first, strict=True):
+        if buffer is None or first is None:
             continue
-        # All ranks know the forms of all, so they take the same way.
-        are_alike = len(set(forms)) == 1
-        if are_alike and _is_plain(buffer):
-            world.broadcast(buffer)
-            continue
-        first = world.broadcast_object(buffer.cpu())
         if first.shape == buffer.shape and not buffer.is_sparse:
             buffer.copy_(first)
         else:
-            module, name = place
             module._buffers[name] = first.to(buffer.device)
-
-
-def _is_plain(buffer: torch.Tensor) -> bool:
-    """Return whether a buffer can be broadcast as it is."""
-    return buffer.dtype in _SENT and buffer.is_contiguous()
-
-
-def _form(buffer: torch.Tensor | None) -> tuple[tuple[int, ...], str, bool] | None:
-    """Return what must be the same on all ranks for a broadcast."""
-    if buffer is None:
-        return None
-    shape = tuple(buffer.shape)
-    return shape, str(buffer.dtype), buffer.is_contiguous()

@@ -14,7 +14,6 @@ from torch import nn
 
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
-from lockstep.job import Job
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, differing_tensors
@@ -24,7 +23,6 @@ from lockstep.strategies.ranks.buffer_broadcast import FollowedBuffers, take_fir
 from lockstep.strategies.ranks.reducers import FlatReducer, Reducer
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import nested
-from lockstep.tensors.rows import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
 from lockstep.threads.sync_batchnorm import synchronise
 
@@ -166,8 +164,6 @@ class RankStep(Step):
 def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | None:
     """Let batch norms normalise over all ranks, where the job asks for that.
 
-    Every rank calls this, since groups of ranks are made.
-
     Args:
         model: this rank's; its batch norms exchange their statistics from now on.
         job: asks for it by ``sync_batchnorm``.
@@ -183,8 +179,6 @@ def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | 
         return None
     if job.sync_batchnorm:
         exchange = RankExchange(world)
-        for size in _sizes_of_microbatches(job, world.size):
-            exchange.make_group(size)
         synchronise(model, exchange)
         return exchange
 
@@ -196,24 +190,3 @@ def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | 
                 fix="take sync_batchnorm=True, which normalizes over all replicas",
             )
     return None
-
-
-def _sizes_of_microbatches(job: Recipe, ranks: int) -> Iterable[int]:
-    """Find the sizes of the micro-batches of a training, as far as its data are known.
-
-    Where batches may have any size, these are the sizes that leave a rank without a sample.
-    """
-    if not isinstance(job, Job):
-        return []
-    if job.batches is not None or job.cut_by is not None:
-        return range(1, ranks)
-    of_batches = [job.batch_size]
-    if hasattr(job.train_data, "__len__"):
-        last = len(job.train_data) % job.batch_size
-        if last:
-            of_batches.append(last)
-    sizes: set[int] = set()
-    for size in of_batches:
-        parts = min(job.accumulate, size)
-        sizes.update(share_sizes(size, parts))
-    return sorted(sizes)

@@ -9,9 +9,10 @@ import inspect
 import os
 import sys
 import tempfile
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,8 +23,10 @@ from lockstep.errors import StrategyError
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizers.fused import sparse_parameters
-from lockstep.strategies.ranks.flat_gradients import FlatGradients
 from lockstep.strategies.steps.weighting import as_tensor
+
+_COUNTS = (torch.float32, torch.float64)
+"""Formats that can hold a count."""
 
 _SETTINGS = inspect.signature(DistributedDataParallel.__init__).parameters
 # torch 2.13 gave it a new name.
@@ -32,15 +35,14 @@ _FORWARD_BUFFERS = (
 )
 
 
-class Reducer(ABC):
+class Reducer(Protocol):
     """Sums gradients over the ranks, and numbers beside them."""
 
-    @abstractmethod
     def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
         """Leave the sum over the ranks in every ``parameter.grad``; every rank calls this.
 
         Args:
-            parameters: those that are trained; the same list until others are.
+            parameters: those that are trained, in the same order on all ranks.
             numbers: what is summed beside them.
 
         Returns:
@@ -48,25 +50,111 @@ class Reducer(ABC):
         """
 
 
-class FlatReducer(Reducer):
-    """Sums gradients in one flat all-reduce after backward."""
+class FlatReducer:
+    """Sums gradients after backward, in one flat all-reduce for each number format of parameters.
+
+    ::
+
+        | gradient of parameter 0 | gradient of parameter 1 | ... | used 0 | used 1 | ... | numbers |
+
+    ``used`` is 1 where this rank has a gradient: a parameter that no rank used must keep ``grad =
+    None`` (an optimizer with momentum or decay treats a zero otherwise), and one that only some
+    ranks used gets the sum of theirs. ``used`` and the numbers are beside the gradients of a format
+    that can hold a count, or alone where there is none.
+
+    Gradients of embeddings with ``sparse=True`` are summed dense, and are sparse again afterwards.
+    """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._model = model
         self._world = world
-        self._parameters: list[nn.Parameter] | None = None
-        self._flat: FlatGradients | None = None
+        self._sparse = sparse_parameters(model)
 
     def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
         """Leave the sum over the ranks in every ``parameter.grad``."""
-        if self._flat is None or self._parameters is not parameters:
-            sparse = sparse_parameters(self._model)
-            self._flat = FlatGradients(parameters, len(numbers), sparse)
-            self._parameters = parameters
-        return self._flat.sum_over(self._world, numbers)
+        device = self._world.device.torch
+        here = [p.grad is not None for p in parameters]
+        beside = as_tensor(numbers, device)
+        used = torch.ones(len(here), dtype=beside.dtype, device=device)
+        if not all(here):
+            used.copy_(torch.tensor(here))
+        beside = torch.cat([used, beside])
+
+        rows = {}
+        for p in parameters:
+            if id(p) in self._sparse:
+                of_ranks = self._world.gather_objects(_rows_in(p.grad))
+                rows[p] = sorted(set().union(*of_ranks))
+        by_format: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        for p in parameters:
+            by_format[p.dtype, p.device].append(p)
+        views: dict[nn.Parameter, torch.Tensor] = {}
+        is_summed = False
+        for (dtype, place), members in by_format.items():
+            pieces = [_flat(p) for p in members]
+            rides = not is_summed and dtype in _COUNTS
+            if rides:
+                pieces.append(beside.to(place, dtype))
+            flat = self._world.all_reduce(torch.cat(pieces))
+            summed = torch.split(flat, [len(piece) for piece in pieces])
+            views.update(zip(members, summed, strict=False))
+            if rides:
+                beside = summed[-1]
+                is_summed = True
+        if not is_summed:
+            beside = self._world.all_reduce(beside)
+
+        if not all(here):
+            here = (beside[: len(here)] > 0).tolist()
+        for p, is_used in zip(parameters, here, strict=True):
+            p.grad = _shaped(views[p], p, rows.get(p)) if is_used else None
+        sums = beside[len(here) :]
+        return sums.tolist() if sums.is_cpu else sums
 
 
-class OverlappedReducer(Reducer):
+def _rows_in(grad: torch.Tensor | None) -> list[int]:
+    """Return the rows that a gradient has."""
+    if grad is None:
+        return []
+    if not grad.is_sparse:
+        return list(range(len(grad)))
+    rows: list[int] = grad._indices()[0].tolist()
+    return rows
+
+
+def _flat(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient as a vector; zeros where there is none."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    return grad.flatten()
+
+
+def _shaped(
+    flat: torch.Tensor, parameter: nn.Parameter, rows: list[int] | None = None
+) -> torch.Tensor:
+    """Return a summed gradient in the parameter's shape and memory layout.
+
+    PyTorch's fused optimizers on CPU go through parameter and gradient by address, and silently
+    take the wrong elements where the layouts differ (torch 2.13, ``channels_last``).
+
+    Args:
+        flat: the gradient as a vector.
+        parameter: the gradient's.
+        rows: of a sparse gradient. ``to_sparse`` would leave out rows of zeros, which SparseAdam
+            moves.
+    """
+    grad = flat.view(parameter.shape)
+    if rows is not None:
+        indices = torch.tensor([rows], device=flat.device)
+        return torch.sparse_coo_tensor(indices, grad[rows], grad.shape, is_coalesced=True)
+    if parameter.is_contiguous():
+        return grad
+    return torch.empty_like(parameter).copy_(grad)
+
+
+class OverlappedReducer:
     """Sums gradients while backward runs, by PyTorch's DistributedDataParallel.
 
     It always looks for unused parameters. Without that, a parameter that is unused in the last
