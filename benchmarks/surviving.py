@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from benchmarks.timing import HERE, keep
-from lockstep.checkpoint.index import shared_out
 from lockstep.checkpoint.writer import Writer
 from lockstep.data import Loader
 from lockstep.launch.world import World
@@ -39,7 +38,7 @@ def model() -> nn.Module:
 
 
 def waits(world: World, folder: str, rounds: int) -> list[tuple[float, float]]:
-    """Seconds of a save that the training waits for, and of copying this rank's part, in turns."""
+    """Seconds of a save that the training waits for, and of copying what rank 0 writes, in turns."""
     step = lockstep.parallelize(
         model(), nn.MSELoss(), lambda params: torch.optim.Adam(params, lr=1e-4)
     )
@@ -47,10 +46,7 @@ def waits(world: World, folder: str, rounds: int) -> list[tuple[float, float]]:
     step.own_loop = False  # as in a training, whose ranks are known to come together
     writer = Writer(Path(folder), world, 1)
     _, tensors = encoded(step.state_dict())
-    rows = shared_out(tensors, world.size)
-    mine = [
-        one.of(tensors[name]) for name, of in rows.items() for one in of if one.part == world.rank
-    ]
+    mine = list(tensors.values()) if world.is_first else []
     kept = [torch.empty_like(tensor) for tensor in mine]
 
     def save(number: int) -> None:

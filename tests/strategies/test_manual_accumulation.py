@@ -245,6 +245,16 @@ def test_hogwild_refuses_parts_by_hand() -> None:
         step.backward(drawn(4, 6), labels(4, 3))
 
 
+def test_fsdp_refuses_parts_by_hand() -> None:
+    def loop(world: lockstep.World) -> str:
+        step = lockstep.parallelize(mlp(), nn.CrossEntropyLoss(), plain_sgd, strategy="fsdp")
+        with pytest.raises(StrategyError, match=r"fsdp: step.backward.* or take ddp") as refused:
+            step.backward(drawn(4, 6), labels(4, 3))
+        return str(refused.value)
+
+    assert all(lockstep.launch(loop, devices="2xcpu"))
+
+
 def test_a_loss_over_pairs_cannot_be_given_in_parts() -> None:
     def pairs(outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.cdist(outputs, outputs).mean()
@@ -285,15 +295,11 @@ def changed_between(world: Any, strategy: str, change: Any) -> dict[str, torch.T
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("change", [halved_anew, halved_in_place, left_out])
-@pytest.mark.parametrize("strategy", ["fsdp", slow("ddp")])
 def test_gradients_that_a_loop_replaces_before_the_update_are_those_of_the_update(
-    strategy: str, change: Any
+    change: Any,
 ) -> None:
-    """Found by trial: fsdp went on with its own where a loop gave a parameter another gradient,
-    or none.
-    """
     one = lockstep.launch(changed_between, devices="1xcpu", args=("single", change))[0]
-    several = lockstep.launch(changed_between, devices="2xcpu", args=(strategy, change))[0]
+    several = lockstep.launch(changed_between, devices="2xcpu", args=("ddp", change))[0]
     assert max(float((value - several[name]).abs().max()) for name, value in one.items()) < 1e-12
 
 
@@ -355,7 +361,7 @@ def thrown_away_in_pytorch() -> dict[str, Tensor]:
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("strategy", "devices"),
-    [("single", "1xcpu"), ("ddp", "2xcpu"), ("fsdp", "2xcpu"), slow("ddp", "3xcpu")],
+    [("single", "1xcpu"), ("ddp", "2xcpu"), slow("ddp", "3xcpu")],
 )
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_a_loop_throws_away_are_no_part_of_the_update(
@@ -420,11 +426,8 @@ def written_between(world: Any, strategy: str, write: str, again: bool) -> dict[
 @pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("write", WRITTEN)
 def test_gradients_written_between_parts_are_those_of_one_device(write: str, again: bool) -> None:
-    """Found by trial: under fsdp they were what backward had left, and their samples were
-    counted.
-    """
     expected = written_between(None, "single", write, again)
-    for found in lockstep.launch(written_between, devices="3xcpu", args=("fsdp", write, again)):
+    for found in lockstep.launch(written_between, devices="3xcpu", args=("ddp", write, again)):
         assert (
             max(float((value - expected[name]).abs().max()) for name, value in found.items())
             < BOUND

@@ -449,9 +449,9 @@ def test_the_list_of_checkpoints_and_what_is_damaged(own: Path, capsys) -> None:
     run = train(JobFile("own.py"), strategy="ddp", devices="2xcpu", quiet=True)
     assert main(["checkpoints", str(run.folder), "--verify"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"step +30  after 3 epochs and 0 batches, 2 parts, 0\.0 MB, whole", first)
-    assert re.fullmatch(r"step +28  after 2 epochs and 8 batches, 2 parts, 0\.0 MB, whole", second)
-    part = run.folder / "checkpoints" / "step-28" / "rank-1-of-2.safetensors"
+    assert re.fullmatch(r"step +30  after 3 epochs and 0 batches, 1 part, 0\.0 MB, whole", first)
+    assert re.fullmatch(r"step +28  after 2 epochs and 8 batches, 1 part, 0\.0 MB, whole", second)
+    part = run.folder / "checkpoints" / "step-28" / "rank-0-of-1.safetensors"
     body = bytearray(part.read_bytes())
     body[-1] ^= 1
     part.write_bytes(body)

@@ -19,15 +19,9 @@ from lockstep.errors import SaveError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.digest import bits_of
 from lockstep.tensors.new_file import opened_new
-from lockstep.tensors.row_shard import RowShard
 
 _SPAN = 1 << 22
 """Bytes that are hashed and written at once: they stay in a core's cache."""
-
-
-def in_file_order(tensors: Mapping[str, torch.Tensor | RowShard]) -> list[str]:
-    """Return the names of tensors in the order of a file, in which each tensor is aligned."""
-    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
 def write_tensors(
@@ -47,7 +41,8 @@ def write_tensors(
     Raises:
         OSError: it can't be written.
     """
-    ordered = in_file_order(tensors)
+    # So each tensor is aligned.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in ordered:

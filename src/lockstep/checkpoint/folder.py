@@ -86,18 +86,7 @@ class CheckpointFolder:
             raise FolderError(
                 f"all checkpoints are damaged: resume another run, or start a new one ({reasons})"
             )
-        raise FolderError(
-            f"{self.path}: there is no checkpoint to resume from: {self._why_there_is_none()}"
-        )
-
-    def _why_there_is_none(self) -> str:
-        """Describe what was found in place of a checkpoint."""
-        aside = sorted(path.name for path in self.path.glob("step-*.damaged*"))
-        if aside:
-            return f"{', '.join(aside)} were found damaged"
-        if self.path.parent.is_dir():
-            return "nothing was saved in that folder"
-        return "there is no such folder"
+        raise FolderError(f"{self.path}: there is no checkpoint to resume from")
 
     def put(self, beside: Path, step: int, keep: int) -> None:
         """Give a whole checkpoint its name, and remove older ones.

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,81 +19,29 @@ from lockstep.errors import FolderError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.row_shard import RowShard
-from lockstep.tensors.rows import share_sizes
 from lockstep.tensors.state_tree import decoded
 
 INDEX = "index.json"
 _FORMAT = 1
-_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a tensor that are in one file.
-
-    Attributes:
-        part: the number of the file.
-        start: the first row.
-        end: the row after the last one; None for the whole tensor, which may have no rows.
-    """
-
-    part: int
-    start: int = 0
-    end: int | None = None
-
-    def of(self, tensor: torch.Tensor | RowShard) -> torch.Tensor:
-        """Return these rows of a tensor."""
-        if isinstance(tensor, RowShard):
-            return tensor.local
-        return tensor if self.end is None else tensor[self.start : self.end]
+Piece = tuple[int, int, int | None]
+"""The number of a file, the first row of a tensor in it, and the row after the last one; None for
+the whole tensor, which may have no rows.
+"""
 
 
-def shared_out(tensors: Mapping[str, torch.Tensor | RowShard], parts: int) -> dict[str, list[Rows]]:
-    """Assign rows of tensors to files: about as many bytes to each.
-
-    ::
-
-        a large tensor    | rank 0 | rank 1 | rank 2 |     equally many rows
-        a RowShard        | rank 0   | rank 1 |            the rows that a rank has
-        any other         | the one with the fewest bytes so far |
-
-    Args:
-        tensors: by name.
-        parts: the number of files, one for each rank that writes.
-    """
-    if parts == 1:
-        return {name: [Rows(0)] for name in tensors}
-    nbytes = 0
-    for tensor in tensors.values():
-        if isinstance(tensor, torch.Tensor):
-            nbytes += tensor.nbytes
-
-    large = nbytes / (8 * parts)
-    loads = [0] * parts
-    found: dict[str, list[Rows]] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, RowShard):
-            found[name] = _in_turn(tensor.sizes)
-        elif tensor.nbytes > large and tensor.dim() and len(tensor) >= parts:
-            found[name] = _in_turn(share_sizes(len(tensor), parts))
-            for rows in found[name]:
-                loads[rows.part] += rows.of(tensor).nbytes
-        else:
-            part = loads.index(min(loads))
-            loads[part] += tensor.nbytes
-            found[name] = [Rows(part)]
-    return found
-
-
-def _in_turn(sizes: Sequence[int]) -> list[Rows]:
-    """Return rows for each file, one file after the other; none where a size is 0."""
-    found = []
+def pieces_of(tensor: torch.Tensor | RowShard) -> list[Piece]:
+    """Assign a tensor to files: the rows of each rank to its own, any other to the first rank's."""
+    if not isinstance(tensor, RowShard):
+        return [(0, 0, None)]
+    found: list[Piece] = []
     end = 0
-    for part, size in enumerate(sizes):
+    for part, size in enumerate(tensor.sizes):
         start = end
         end += size
         if size:
-            found.append(Rows(part, start, end))
+            found.append((part, start, end))
     return found
 
 
@@ -102,17 +50,15 @@ def part_name(part: int, parts: int) -> str:
     return f"rank-{part}-of-{parts}.safetensors"
 
 
-def table_of(
-    tensors: Mapping[str, torch.Tensor | RowShard], rows: Mapping[str, list[Rows]]
-) -> dict[str, Any]:
+def table_of(tensors: Mapping[str, torch.Tensor | RowShard]) -> dict[str, Any]:
     """Return type, global shape and rows of each tensor, by name."""
     table = {}
     for name, tensor in tensors.items():
-        table[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "rows": [asdict(one) for one in rows[name]],
-        }
+        rows = []
+        for part, start, end in pieces_of(tensor):
+            rows.append({"part": part, "start": start, "end": end})
+        kind = SAFETENSORS_TYPES[tensor.dtype]
+        table[name] = {"dtype": kind, "shape": list(tensor.shape), "rows": rows}
     return table
 
 
@@ -248,23 +194,15 @@ class Reader(dict[str, Any]):
             start: the first row.
             end: the row after the last one; None is the end.
         """
-        about = self._index.tensors[name]
         found = []
-        for one in about["rows"]:
-            first, last = one["start"], one["end"]
-            if last is None and start == 0 and end is None:
-                whole: torch.Tensor = self._file(one["part"]).get_tensor(name)
-                return whole.clone()  # else it would be mapped from the file
-            if last is None:
-                last = about["shape"][0]
-            begin = max(start, first)
-            stop = last if end is None else min(end, last)
-            if begin < stop:
-                rows = self._file(one["part"]).get_slice(name)
-                found.append(rows[begin - first : stop - first])
-        if not found:
-            return torch.empty(0, *about["shape"][1:], dtype=_TYPES[about["dtype"]])
-        return torch.cat(found)
+        for one in self._index.tensors[name]["rows"]:
+            # It is mapped from the file, so that only the rows that are copied are read.
+            rows = self._file(one["part"]).get_tensor(name)
+            if end is not None:
+                first = one["start"]
+                rows = rows[max(start - first, 0) : max(end - first, 0)]
+            found.append(rows)
+        return torch.cat(found) if len(found) > 1 else found[0].clone()
 
     def _file(self, part: int) -> Any:
         """Return a file, which is opened once."""

@@ -82,16 +82,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _why_not_there(path: Path) -> str | None:
     """Explain why there are no weights; None where a file is there."""
-    if path.is_file():
-        return None
-    if not path.is_dir():
+    if not path.exists():
         return f"{path}: there is no such file"
-    if (path / "model.safetensors").is_file() or (path / _INDEX).is_file():
-        return None
-    best = path / "best.safetensors"
-    if best.is_file():
-        return f"{path}: the run was not finished: take {best}"
-    return f"{path}: there is no model.safetensors and no {_INDEX} in it"
+    if path.is_dir() and not (path / "model.safetensors").is_file():
+        return f"{path}: there is no model.safetensors and no {_INDEX} in it"
+    return None
 
 
 def _shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,12 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lockstep.checkpoint.checksummed_file import (
-    bytes_of,
-    could_not_write,
-    in_file_order,
-    write_tensors,
-)
+from lockstep.checkpoint.checksummed_file import bytes_of, could_not_write, write_tensors
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import FolderError
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
@@ -56,56 +51,29 @@ def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def save_weights(
-    path: Path,
-    weights: Mapping[str, Any],
-    *,
-    joined: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
-    writes: bool = True,
-) -> None:
+def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """Write a state dict as safetensors, tied tensors once for each of their names.
 
     What that format has no place for (a module's extra state, complex numbers) is in the file's
-    metadata, as ``tensors.state_tree`` gives it. A tensor whose rows are on several ranks is put
-    together when it is written, one tensor at a time.
+    metadata, as ``tensors.state_tree`` gives it.
 
     Args:
         path: the file.
-        weights: by name; a ``RowShard`` has this rank's rows of a tensor.
-        joined: gives the whole of such a tensor by its name and this rank's rows; every rank calls
-            it.
-        writes: False where this rank only takes part in that.
+        weights: by name.
 
     Raises:
         SaveError: it can't be written; the one before is still there.
         InputError: an extra state can't be written.
     """
     plain, tree = _encoded(weights)
-    own = {}
-    shards = {}
+    tensors = {}
     for name, tensor in plain.items():
-        if isinstance(tensor, RowShard):
-            shards[name] = tensor
-        elif writes:
-            own[name] = _for_a_file(tensor)
-    if not writes:  # for the hash, then for the file
-        for name in [*sorted(shards), *in_file_order(shards)]:
-            assert joined is not None
-            joined(name, shards[name].local)
-        return
-    tensors = own | shards
-
-    def whole(name: str) -> torch.Tensor:
-        if name in own:
-            return own[name]
-        assert joined is not None
-        return _for_a_file(joined(name, shards[name].local))
-
+        tensors[name] = tensor.detach().to("cpu").contiguous()
     text = json.dumps(tree)
-    metadata = {"format": "pt", TREE: text, _SUM: _sum_of(tensors, text, whole)}
+    summed = _sum_of(tensors, text, tensors.__getitem__)
     beside = path.with_name(f".{path.name}.part")
     try:
-        write_tensors(beside, tensors, metadata, whole)
+        write_tensors(beside, tensors, {"format": "pt", TREE: text, _SUM: summed})
         os.replace(beside, path)
     except OSError as error:
         beside.unlink(missing_ok=True)
@@ -127,13 +95,8 @@ def _encoded(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     return plain | tensors, tree
 
 
-def _for_a_file(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a file has it: contiguous, on the CPU."""
-    return tensor.detach().to("cpu").contiguous()
-
-
 def _sum_of(
-    tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]
+    tensors: Mapping[str, torch.Tensor], tree: str, whole: Callable[[str], torch.Tensor]
 ) -> str:
     """Return the SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
     summed = hashlib.sha256(tree.encode())
@@ -148,7 +111,7 @@ def _is_plain(value: Any) -> bool:
     """Return whether safetensors has a place for a value."""
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         return False
-    return isinstance(value, torch.Tensor | RowShard) and value.dtype in SAFETENSORS_TYPES
+    return isinstance(value, torch.Tensor) and value.dtype in SAFETENSORS_TYPES
 
 
 def load_weights(path: Path) -> dict[str, Any]:

@@ -5,34 +5,33 @@
     training  step | copy of this rank's part | step | step | step ...
     thread                                    | write the part | (rank 0) wait for the others' | index, rename
 
-The copy goes to buffers that are kept from one save to the next: new memory would cost as much
-again to be touched. Threads must not meet in collectives, so each rank leaves word beside its part:
-``.1.done``, or ``.1.failed-28`` (the system's error number; an empty file, for which a full disk
-has room).
+Rank 0 writes all that isn't in shards. The copy goes to buffers that are kept from one save to the
+next: new memory would cost as much again to be touched. Threads must not meet in collectives, so
+ranks leave word in the store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep.checkpoint.checksummed_file import could_not_write, write_tensors
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.index import Index, Rows, part_name, shared_out, table_of
+from lockstep.checkpoint.index import Index, part_name, table_of
 from lockstep.errors import SaveError
 from lockstep.launch.world import World
-from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.pytree import may_pin
 from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import encoded
@@ -40,35 +39,8 @@ from lockstep.tensors.state_tree import encoded
 _LOOK = 0.01
 """Seconds between rank 0's looks at whether the others' parts are there."""
 
-_OTHERS = 5.0
-"""Seconds that a part of a save may take to begin, or to end where something else has failed."""
-
-_ON_ALL = ("model/", "optimizer/")
-"""Prefixes of the names of tensors that all ranks have; others are rank 0's, unless they are rows."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One rank's part of a checkpoint.
-
-    Attributes:
-        folder: where the parts are written.
-        number: of this part.
-        count: of all parts.
-    """
-
-    folder: Path
-    number: int
-    count: int
-
-    @property
-    def path(self) -> Path:
-        """Return the file of tensors of this part."""
-        return self.folder / part_name(self.number, self.count)
-
-    def word(self, ending: str) -> Path:
-        """Return the file by which this rank leaves word: ``.1.done``, ``.1.failed-28``."""
-        return self.folder / f".{self.number}.{ending}"
+_SETTLES = 10.0
+"""Seconds that a save may take to end where something else has failed."""
 
 
 class Writer:
@@ -79,22 +51,15 @@ class Writer:
         folder: of the checkpoints, as rank 0 sees it.
         world: the ranks.
         keep: how many are kept.
-        alike: whether every rank has the same state, so that they share it out; else rank 0 writes
-            all of it.
     """
 
-    def __init__(self, folder: Path, world: World, keep: int, *, alike: bool = True) -> None:
+    def __init__(self, folder: Path, world: World, keep: int) -> None:
         self._checkpoints = CheckpointFolder(folder)
         self._world = world
         self._keep = keep
-        self._alike = alike
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: SaveError | None = None
-        self._see: list[int] | None = None
-        self._folder: Path | None = None
-        self._name = ""
-        self._number = 0
 
     def save(
         self,
@@ -107,8 +72,8 @@ class Writer:
 
         Args:
             step: its number.
-            state: under one-device names; what is no tensor is rank 0's. Where ``is_shared``, a
-                tensor may be the rows that this rank has of it.
+            state: under one-device names; it is rank 0's, but for the rows that a rank has of a
+                tensor (where ``is_shared``).
             about: a few plain values to list it by.
             before: called in rank 0's thread before the checkpoint gets its name.
 
@@ -118,20 +83,21 @@ class Writer:
         """
         self.finish()
         tree, tensors = encoded(dict(state))
-        ranks = self._writing() if self._alike else [0]
-        folder = self._made(step)
-        rows = {name: [Rows(0)] for name in tensors}
-        rows |= shared_out(_on_all_ranks(tensors), len(ranks))
-        if self._world.rank not in ranks:
+        rank = self._world.rank
+        has_rows = any(isinstance(tensor, RowShard) for tensor in tensors.values())
+        if rank > 0 and not has_rows:
             return
-        part = _Part(folder, ranks.index(self._world.rank), len(ranks))
-        mine: dict[str, torch.Tensor] = {}
-        for name, pieces in rows.items():
-            for piece in pieces:
-                if piece.part == part.number:
-                    mine[name] = piece.of(tensors[name])
+        folder = self._made(step, together=has_rows)
+        mine = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, RowShard):
+                if tensor.sizes[rank]:
+                    mine[name] = tensor.local
+            elif rank == 0:
+                mine[name] = tensor
         copied = self._copy(mine)
-        index = Index({}, table_of(tensors, rows), tree, dict(about))
+        parts = self._world.size if has_rows else 1
+        index = Index({}, table_of(tensors), tree, dict(about))
 
         def write() -> None:
             """Write this rank's part, and on rank 0 what makes the checkpoint whole."""
@@ -139,15 +105,22 @@ class Writer:
             try:
                 for event in copied:
                     event.synchronize()
-                self._write_part(part)
-                if part.number == 0:
-                    if before is not None:
-                        before()
-                    index.files = self._files(part)
-                    index.write(folder)
-                    self._checkpoints.put(folder, step, self._keep)
+                path = folder / part_name(rank, parts)
+                written = write_tensors(path, self._buffers, {"format": "pt"})
+                if rank > 0:
+                    self._leave_word(folder, list(written))
+                    return
+                if before is not None:
+                    before()
+                index.files = {path.name: written, **self._of_others(folder, parts)}
+                index.write(folder)
+                self._checkpoints.put(folder, step, self._keep)
             except Exception as error:
-                self._give_up(part, error)
+                if rank > 0:
+                    self._leave_word(folder, getattr(error, "errno", None) or errno.EIO)
+                else:
+                    self._error = self._failed(error)
+                    shutil.rmtree(folder, ignore_errors=True)
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
@@ -172,6 +145,14 @@ class Writer:
             stream = torch.accelerator.current_stream(device)
             events.append(stream.record_event())
         return events
+
+    def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """Return memory on the CPU for a tensor: that of the last save, if it fits."""
+        kept = self._buffers.get(name)
+        if kept is not None and kept.shape == source.shape and kept.dtype == source.dtype:
+            return kept
+        is_pinned = may_pin(source.device)
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=is_pinned)
 
     def check(self) -> None:
         """Raise the error of the last save, if it has failed; it is not waited for.
@@ -199,44 +180,42 @@ class Writer:
     def settle(self) -> None:
         """Let what was copied be written, for some seconds, after something else has failed."""
         if self._thread is not None:
-            self._thread.join(2 * _OTHERS)
+            self._thread.join(_SETTLES)
 
-    def _made(self, step: int) -> Path:
+    def _made(self, step: int, *, together: bool) -> Path:
         """Return the folder to write to, which rank 0 makes, under a name that no other start of
         the run has used.
+
+        Args:
+            step: of the checkpoint.
+            together: whether every rank calls this.
 
         Raises:
             SaveError: it can't be made.
         """
-        if self._folder is None:
-            name = f"{os.getpid()}-{time.time_ns()}"
-            found = self._world.broadcast_object((self._checkpoints.path.resolve(), name))
-            self._folder, self._name = found
-        beside = self._folder / f".step-{step}-{self._name}-{self._number}.part"
-        self._number += 1
+        name = f".step-{step}-{os.getpid()}-{time.time_ns()}.part"
+        folder = self._checkpoints.path.resolve() / name
+        made: Path | SaveError = folder
         if self._world.is_first:
             try:
                 self._checkpoints.clear()
-                beside.mkdir(parents=True, mode=0o700)
+                folder.mkdir(parents=True, mode=0o700)
             except OSError as error:
-                raise self._failed(error) from error
-        return beside
+                made = self._failed(error)
+        if together:
+            made = self._world.broadcast_object(made)
+        if isinstance(made, SaveError):
+            raise made
+        return made
 
-    def _writing(self) -> list[int]:
-        """Return the ranks that see rank 0's folder."""
-        if self._see is None:
-            beside = self._made(0)
-            self._world.barrier()
-            sees = self._world.gather_objects(beside.is_dir())
-            self._see = [rank for rank in range(self._world.size) if sees[rank]]
-            if self._world.is_first:
-                beside.rmdir()
-        return self._see
-
-    @property
+    @functools.cached_property
     def is_shared(self) -> bool:
-        """Return whether every rank writes its part of a state; every rank asks at the same time."""
-        return self._alike and len(self._writing()) == self._world.size
+        """Whether every rank sees rank 0's folder; every rank asks at the same time."""
+        folder = self._made(0, together=True)
+        sees = self._world.gather_objects(folder.is_dir())
+        if self._world.is_first:
+            folder.rmdir()
+        return all(sees)
 
     def _failed(self, error: Exception) -> SaveError:
         """Return the error for what was raised in the thread, with what there is to resume from."""
@@ -246,73 +225,30 @@ class Writer:
         kept = f"the checkpoint of step {steps[0]}" if steps else ""
         return could_not_write(self._checkpoints.path, error, kept, resumable=bool(steps))
 
-    def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """Return memory on the CPU for a tensor: that of the last save, if it fits."""
-        kept = self._buffers.get(name)
-        if kept is not None and kept.shape == source.shape and kept.dtype == source.dtype:
-            return kept
-        is_pinned = may_pin(source.device)
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=is_pinned)
-
     # ---- in the thread ---------------------------------------------------------------------------
 
-    def _write_part(self, part: _Part) -> None:
-        """Write this rank's file, then leave word with its size and hash.
+    def _leave_word(self, folder: Path, word: Any) -> None:
+        """Tell rank 0 size and hash of this rank's file, or the system's error number."""
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{folder.name}/{self._world.rank}", json.dumps(word))
 
-        Raises:
-            OSError: it can't be written.
-        """
-        end = time.monotonic() + _OTHERS
-        while not part.folder.is_dir() and time.monotonic() < end:  # rank 0 makes it
-            time.sleep(_LOOK)
-        written = write_tensors(part.path, self._buffers, {"format": "pt"})
-        with opened_new(part.word("part")) as file:
-            file.write(json.dumps(written).encode())
-        part.word("part").rename(part.word("done"))
-
-    def _files(self, mine: _Part) -> dict[str, Any]:
-        """Return sizes and hashes of the files of all ranks, as soon as all are written.
+    def _of_others(self, folder: Path, parts: int) -> dict[str, Any]:
+        """Return sizes and hashes of the files of the other ranks, as soon as all are written.
 
         Raises:
             OSError: one could not write its file.
         """
-        files: dict[str, Any] = {}
-        for number in range(mine.count):
-            part = replace(mine, number=number)
-            while not part.word("done").exists():
-                for failed in mine.folder.glob(".*.failed-*"):
-                    code = int(failed.name.rpartition("-")[2])
-                    raise OSError(code, os.strerror(code))
+        files = {}
+        for part in range(1, parts):
+            key = f"{folder.name}/{part}"
+            store = dist.distributed_c10d._get_default_store()
+            while not store.check([key]):
                 time.sleep(_LOOK)
-            files[part.path.name] = json.loads(part.word("done").read_text())
-        for number in range(mine.count):
-            replace(mine, number=number).word("done").unlink()
+            word = json.loads(store.get(key))
+            if isinstance(word, int):
+                raise OSError(word, os.strerror(word))
+            files[part_name(part, parts)] = word
         return files
-
-    def _give_up(self, part: _Part, error: Exception) -> None:
-        """Remove what was written. Other ranks than 0 leave word for it to raise, and raise where
-        they can't.
-        """
-        folder = part.folder
-        try:
-            if part.number == 0:
-                self._error = self._failed(error)
-                shutil.rmtree(folder, ignore_errors=True)
-            elif folder.is_dir():  # else rank 0 has given up
-                part.path.unlink(missing_ok=True)
-                number = getattr(error, "errno", None) or errno.EIO
-                part.word(f"failed-{number}").touch()
-        except OSError:
-            self._error = self._failed(error)
-
-
-def _on_all_ranks(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors that all ranks have, or have rows of."""
-    found = {}
-    for name, tensor in tensors.items():
-        if name.startswith(_ON_ALL) or isinstance(tensor, RowShard):
-            found[name] = tensor
-    return found
 
 
 def _step_back() -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lockstep.errors import LockstepError, Lost, counted, is_own_code
+from lockstep.errors import Lost, counted, is_own_code
 from lockstep.launch.world import COLLECTIVES, World
 
 _LOOK = 1.0
@@ -59,7 +59,6 @@ class Account:
         where: the line of the person's code that it is at.
         thread: the device of the thread that computes; "" for the training's own thread.
         stacks: of all its threads.
-        notes: those of the strategy's `StallCheck`.
     """
 
     rank: int
@@ -70,7 +69,6 @@ class Account:
     where: str
     thread: str = ""
     stacks: str = ""
-    notes: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         """Return all of it but the stacks."""
@@ -101,8 +99,6 @@ def account(world: World, seconds: float) -> Account:
         thread, frame = busy[0]
         found.thread = _device_of(thread)
         found.where = _where(frame)
-    if world.stall_check is not None:
-        found.notes = world.stall_check.notes()
     return found
 
 
@@ -321,22 +317,12 @@ class Watch:
         accounts, missing = self._collected(number)
         if any(one.seconds < min(after, self._idle) / 2 for one in accounts.values()):
             return  # that rank goes on
-        refusal = self._refusal(accounts)
-        if not (self._always or refusal or any(one.waits for one in accounts.values())):
+        if not (self._always or any(one.waits for one in accounts.values())):
             return
-        self._headline = str(refusal or headline(accounts, missing))
+        self._headline = headline(accounts, missing)
         self._reports = min(accounts) == self._world.rank
         if self._reports:
             self._report(accounts, missing)
-            if refusal is not None:
-                self._world.fail(refusal)
-
-    def _refusal(self, accounts: Mapping[int, Account]) -> LockstepError | None:
-        """Return the strategy's reason to end the training, from ranks that are in one step."""
-        check = self._world.stall_check
-        if check is None or len({one.step for one in accounts.values()}) > 1:
-            return None
-        return check.refusal({rank: one.notes for rank, one in accounts.items()})
 
     def _collected(self, number: int) -> tuple[dict[int, Account], dict[int, str]]:
         """Return the accounts that were left, and the processes of the ranks that left none."""

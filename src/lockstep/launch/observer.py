@@ -1,5 +1,4 @@
-"""The hooks of a training: Observer, for whoever wants to know what happens in its updates, and
-StallCheck, for a strategy whose ranks can wait for one another for ever.
+"""Observer: the hooks of a training, for whoever wants to know what happens in its updates.
 
 A profile, ``verify`` and the first step's shapes are observers. `World.observers` is the list of
 them. Nearly always it is empty, and costs nothing then.
@@ -9,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar
-
-from lockstep.errors import LockstepError
+from typing import Any, Literal, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,20 +65,6 @@ class Observer:
     def gradients_ready(self) -> None:
         """The gradients of the global batch are in each ``parameter.grad``; clipping and the
         optimizer come next.
-        """
-
-
-class StallCheck(Protocol):
-    """What a strategy knows of a training without progress (`World.stall_check`)."""
-
-    def notes(self) -> list[str]:
-        """Return what this rank has done in this update, to be compared with the other ranks'."""
-
-    def refusal(self, notes: Mapping[int, list[str]]) -> LockstepError | None:
-        """Return the error that ends the training at once, or None.
-
-        Args:
-            notes: of each rank.
         """
 
 

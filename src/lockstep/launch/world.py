@@ -23,7 +23,7 @@ from lockstep.errors import InputError
 from lockstep.launch import cores as _cores
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
-from lockstep.launch.observer import Observer, StallCheck, observed
+from lockstep.launch.observer import Observer, observed
 from lockstep.launch.processes.rank_agreement import Meeting
 from lockstep.run import stop_request
 
@@ -103,7 +103,6 @@ class World:
         thread: that in which the training runs.
         collectives, beats: how many there were so far; a training in which neither they nor its
             step move has no progress.
-        stall_check: what the strategy knows of a training without progress, or None.
         layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
         at_end: what is undone when the work in this world is done.
@@ -128,7 +127,6 @@ class World:
     thread: int = field(default_factory=threading.get_ident, repr=False)
     collectives: int = field(default=0, init=False, repr=False)
     beats: int = field(default=0, init=False, repr=False)
-    stall_check: StallCheck | None = field(default=None, init=False, repr=False)
     layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
     at_end: contextlib.ExitStack = field(

@@ -9,7 +9,6 @@ is gathered for all of forward and backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -68,8 +67,6 @@ class FSDP(WithShares):
             or names, with commas between, of modules or lists of modules.
         elementwise: confirm that an optimizer that is not PyTorch's treats each element of a
             parameter by itself.
-        build_on_disk: build the model in files of the run's folder, from which each rank takes its
-            shard: for a model that is larger than the memory of a rank. The sum check is left out.
         sync_each_microbatch: sum the gradients of each micro-batch into shards. False sums once an
             update, which communicates less, but each rank then holds the whole gradients of the
             update.
@@ -77,7 +74,6 @@ class FSDP(WithShares):
 
     blocks: str = "auto"
     elementwise: bool = False
-    build_on_disk: bool = False
     sync_each_microbatch: bool = True
 
     name: ClassVar[str] = "fsdp"
@@ -108,18 +104,13 @@ class FSDP(WithShares):
         from torch.distributed.device_mesh import init_device_mesh
 
         from lockstep.strategies.sharded.blocks import blocks_of
-        from lockstep.strategies.sharded.parameters_on_disk import parameters_on_disk
         from lockstep.strategies.sharded.recast_weights import recast_weights
         from lockstep.strategies.sharded.sharded_step import ShardedStep
         from lockstep.strategies.sharded.shards import Shards
 
         self.refuse_other_processes(world)
-        building: AbstractContextManager[None] = nullcontext()
-        if self.build_on_disk:
-            building = parameters_on_disk(world.folder)
-        with building:
-            # The whole may be too large for a device.
-            model = build_model(job, world, place=world.size == 1)
+        # The whole may be too large for a device.
+        model = build_model(job, world, place=world.size == 1)
         self.refuse(model, world.size)
         optimizer = build_optimizer(job, model, on=world.device.type)
         if world.size == 1:
@@ -155,8 +146,9 @@ class FSDP(WithShares):
 
     def _log_shards(self, shards: Shards, whole: int, world: World) -> None:
         """Log what a rank keeps of a model of ``whole`` bytes, and what is gathered together."""
-        for name, why in shards.whole.items():
-            world.emit(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
+        for name in shards.whole:
+            text = f'fsdp keeps "{name}" whole on each rank, since fully_shard can\'t cut it'
+            world.emit(Line.note(text))
         if shards.blocks:
             gathered = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest"
         elif self.blocks == "auto":
@@ -171,8 +163,6 @@ class FSDP(WithShares):
 
     def _why_unchecked(self, whole: int, world: World) -> str | None:
         """Say why ranks can't gather the whole model to check sums of parts; None if they can."""
-        if self.build_on_disk:
-            return "build_on_disk"
         for why in world.gather_objects(_no_room(whole, world)):
             if why is not None:
                 return why

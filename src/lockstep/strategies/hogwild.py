@@ -207,7 +207,6 @@ class HogwildEvaluator(Evaluator):
 class HogwildStep(SingleStep):
     """One rank: its own model object and optimizer, on weights that are everybody's."""
 
-    alike = False
     _evaluator_kind = HogwildEvaluator
 
     def __init__(

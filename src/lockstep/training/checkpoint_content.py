@@ -48,9 +48,7 @@ class Saves:
         self._metric, self._more_is_better = read_best(self._job.best)
         self._best = math.inf  # the best value so far, with a minus where more is better
 
-        self._writer = Writer(
-            self._folder.checkpoints, self._world, self._job.keep, alike=self._step.alike
-        )
+        self._writer = Writer(self._folder.checkpoints, self._world, self._job.keep)
         self.check = self._writer.check
         self.finish = self._writer.finish
         self.settle = self._writer.settle

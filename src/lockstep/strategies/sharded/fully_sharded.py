@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -34,9 +33,6 @@ class ShardedModules:
             is cut.
     """
 
-    _classes: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]]
-    """Each module, its own class, and the class that ``fully_shard`` gave it; the model is last."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -45,32 +41,25 @@ class ShardedModules:
         whole: set[nn.Parameter],
         place: torch.device,
     ) -> None:
-        self._classes = []
+        self._model = model
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         for module in (*blocks, model):
             own = type(module)
             _cut(module, mesh, whole, place)
-            assert isinstance(module, FSDPModule)
-            _sum_gradients(module)
+            self._classes.append((module, type(module)))
+            module.__class__ = own
             vars(module)["__deepcopy__"] = _refuse_copy
-            sharded = type(module)
-            self._classes.append((module, own, sharded))
-        self._give_classes_back()
 
     @contextmanager
     def of_pytorch(self) -> Iterator[FSDPModule]:
         """Give the model and its blocks the methods of ``FSDPModule`` in this context."""
-        for module, _, sharded in self._classes:
+        own = [(module, type(module)) for module, _ in self._classes]
+        for module, sharded in self._classes:
             module.__class__ = sharded
-        model, _, _ = self._classes[-1]
-        assert isinstance(model, FSDPModule)
-        try:
-            yield model
-        finally:
-            self._give_classes_back()
-
-    def _give_classes_back(self) -> None:
-        for module, own, _ in self._classes:
-            module.__class__ = own
+        assert isinstance(self._model, FSDPModule)
+        yield self._model
+        for module, kind in own:
+            module.__class__ = kind
 
     def reshard(self) -> None:
         """Free what is gathered beside the blocks."""
@@ -104,7 +93,7 @@ def _cut(
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device != place:
             place_tensor(tensor, place)
-    fully_shard(module, mesh=mesh, ignored_params=whole)
+    _sum_gradients(fully_shard(module, mesh=mesh, ignored_params=whole))
     # The optimizer has the whole parameters until it is given the local ones.
     for p in cut:
         p.data = torch.empty(0, dtype=p.dtype, device=place)
@@ -118,8 +107,7 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
     """
     raise StrategyError(
         "fsdp: a sharded model can't be copied (copy.deepcopy, AveragedModel)",
-        fix="copy it within `with step.whole_parameters():`, or let lockstep.callbacks.EMA or SWA "
-        "average it",
+        fix="copy its state_dict(), or let lockstep.callbacks.EMA or SWA average it",
     )
 
 
@@ -159,34 +147,18 @@ def _send_zeros(module: FSDPModule) -> None:
     nn.Module.register_forward_hook(module, hook)
 
 
-def kept_whole(model: nn.Module) -> dict[str, str]:
-    """Find the parameters that ``fully_shard`` can't cut, with the reasons.
+def kept_whole(model: nn.Module) -> list[str]:
+    """Find the names of the parameters that ``fully_shard`` can't cut.
 
-    Returns:
-        The reasons, by the names of the parameters.
+    They are single numbers, are empty, have sparse gradients or no contiguous memory, or another
+    number format than the largest parameter.
     """
     sparse = sparse_parameters(model)
-    usual = _usual_format(model)
-    found = {}
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    largest = max(floating, key=torch.Tensor.numel, default=None)
+    found = []
     for name, p in model.named_parameters():
-        if p.dim() == 0:
-            found[name] = "it is a single number"
-        elif not p.numel():
-            found[name] = "it is empty"
-        elif id(p) in sparse:
-            found[name] = "its gradients are sparse"
-        elif p.dtype is not usual:
-            dtype = str(p.dtype).removeprefix("torch.")
-            found[name] = f"it is {dtype}, unlike most of the model"
-        elif not p.is_contiguous():
-            found[name] = "its memory isn't contiguous"
+        is_plain = p.dim() > 0 and p.numel() > 0 and p.is_contiguous() and id(p) not in sparse
+        if largest is None or not is_plain or p.dtype is not largest.dtype:
+            found.append(name)
     return found
-
-
-def _usual_format(model: nn.Module) -> torch.dtype | None:
-    """Find the floating-point format that most elements of a model's parameters have."""
-    elements: Counter[torch.dtype] = Counter()
-    for p in model.parameters():
-        if p.is_floating_point():
-            elements[p.dtype] += p.numel()
-    return max(elements, key=elements.__getitem__, default=None)

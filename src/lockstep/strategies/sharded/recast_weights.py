@@ -8,7 +8,8 @@ comes to the block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,42 +25,24 @@ _VIEWS = {
 _CAST = "ToCopyBackward0"
 
 
-class _Recasting(nn.Module):
-    """A block under autocast."""
+def recast_weights(block: nn.Module) -> None:
+    """Let a block's backward cast its weights again."""
+    forward = block.forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(forward)
+    def recasting(*args: Any, **kwargs: Any) -> Any:
         """Call the block's own forward, and keep none of its cast weights."""
         try:
             with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
-                return super().forward(*args, **kwargs)
+                return forward(*args, **kwargs)
         finally:
             torch.clear_autocast_cache()
 
-
-def recast_weights(block: nn.Module) -> None:
-    """Let a block's backward cast its weights again. The block stays the same object."""
-    kind = type(block)
-    name = f"Recasting{kind.__name__}"
-    block.__class__ = type(name, (_Recasting, kind), {"__module__": kind.__module__})
+    block.forward = recasting
 
 
-@dataclass
-class _Cast:
-    """A view of a weight in another format.
-
-    Attributes:
-        weight: the parameter, whose memory is filled again before backward.
-        dtype: the format.
-        layout: shape, strides and offset of the view.
-    """
-
-    weight: torch.Tensor
-    dtype: torch.dtype
-    layout: tuple[Any, ...]
-
-
-def _packed(tensor: torch.Tensor) -> torch.Tensor | _Cast:
-    """Return what autograd keeps of a tensor: a reference to the weight that it was cast from.
+def _packed(tensor: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
+    """Return what autograd keeps of a tensor: what casts the weight again that it was cast from.
 
     A tensor that was made otherwise is kept itself.
     """
@@ -73,13 +56,12 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor | _Cast:
     weight = getattr(cast_from, "variable", None)
     if not isinstance(weight, nn.Parameter) or not weight.is_contiguous():
         return tensor
+    dtype = tensor.dtype
     layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
-    return _Cast(weight, tensor.dtype, layout)
+    # The weight's memory is filled again before backward.
+    return lambda: weight.detach().to(dtype).as_strided(*layout)
 
 
-def _unpacked(kept: torch.Tensor | _Cast) -> torch.Tensor:
+def _unpacked(kept: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return the tensor that autograd has kept, cast again where it was a weight's."""
-    if isinstance(kept, torch.Tensor):
-        return kept
-    cast = kept.weight.detach().to(kept.dtype)
-    return cast.as_strided(*kept.layout)
+    return kept if isinstance(kept, torch.Tensor) else kept()

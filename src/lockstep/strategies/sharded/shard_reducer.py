@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import StrategyError
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Number
-from lockstep.strategies.ranks.reducers import FlatReducer, Reducer
+from lockstep.strategies.ranks.reducers import FlatReducer
 from lockstep.strategies.sharded.block_hooks import BlockWatch
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.steps.weighting import as_tensor
 
 
-class ShardReducer(Reducer):
+class ShardReducer:
     """Gives each local parameter this rank's part of its gradient, after backward.
 
     Parameters that every rank has whole are summed by a reducer of their own.
@@ -90,7 +90,7 @@ class ShardReducer(Reducer):
             StrategyError: ranks have come to other blocks, or in another order.
         """
         world = self._world
-        order = self._watch.order.order
+        order = self._watch.order
         flags = [float(name in self._watch.used) for name in self._cut]
         flags += [order, order**2]
         beside = torch.tensor(flags, dtype=torch.float64)
@@ -108,7 +108,13 @@ class ShardReducer(Reducer):
             found = world.all_reduce(beside).tolist()
 
         *uses, orders, squares = found
-        self._watch.order.refuse_others(orders, squares)
+        if world.size * int(squares) != int(orders) ** 2:
+            raise StrategyError(
+                "fsdp: ranks called different blocks in this update, or the same blocks in another "
+                "order: blocks that depend on the samples can't be gathered on their own",
+                fix='name the other blocks: --blocks NAMES, or FSDP(blocks=...); blocks="" gathers '
+                "the whole model at once",
+            )
         return sums, uses
 
     def _take_gradient(self, name: str, *, is_used: bool) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, Part
-from lockstep.errors import InputError
+from lockstep.errors import InputError, StrategyError
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
@@ -26,7 +27,6 @@ from lockstep.strategies.ranks.rank_step import RankStep
 from lockstep.strategies.sharded.block_hooks import BlockWatch, during
 from lockstep.strategies.sharded.rank_without_samples import stand_in_for, standing_in
 from lockstep.strategies.sharded.shard_reducer import ShardReducer
-from lockstep.strategies.sharded.sharded_accumulation import ShardedAccumulation
 from lockstep.strategies.sharded.sharded_evaluator import ShardedEvaluator, explain_shards
 from lockstep.strategies.sharded.sharded_layout import ShardedLayout
 from lockstep.strategies.sharded.shards import Shards, refuse_hooks
@@ -56,7 +56,6 @@ class ShardedStep(RankStep):
 
     of_own_loop = (OF_OWN_LOOP,)
     _evaluator_kind = ShardedEvaluator
-    _accumulation_kind = ShardedAccumulation
 
     sync_each_microbatch = True
 
@@ -74,7 +73,7 @@ class ShardedStep(RankStep):
         super().__init__(model, optimizer, job, world, exchange)
         self._waits_in_backward = True
         self._elementwise = elementwise
-        self.watch = BlockWatch(model, shards, world)
+        self.watch = BlockWatch(model, shards)
         self.reducer = ShardReducer(model, shards, self.watch, world)
         self.loss.within = functools.partial(during, "loss")
         self.layout: ShardedLayout = ShardedLayout(model, optimizer, shards, world)
@@ -99,6 +98,17 @@ class ShardedStep(RankStep):
         if not self._elementwise:
             refuse_hooks(self.optimizer)
         super()._look_at_flags()
+
+    def backward(self, inputs: Any, targets: Any = None) -> NoReturn:
+        """Refuse parts of an update that a loop gives one by one.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(
+            "fsdp: step.backward(...) isn't supported: call step(inputs, targets), with "
+            "parallelize(accumulate=...) for several micro-batches, or take ddp"
+        )
 
     # ---- an update -------------------------------------------------------------------------------
 
@@ -207,9 +217,14 @@ class ShardedStep(RankStep):
         )
 
     def _check_sums(self, batch: Batch) -> None:
-        """Hold a batch to being the sum of its parts, and keep what forward writes."""
+        """Hold a batch to being the sum of its parts, and refuse what forward writes.
+
+        Raises:
+            StrategyError: forward writes a parameter, whose shards would lose that.
+        """
         super()._check_sums(batch)
-        self.watch.written = self.sums.written
+        for name in self.sums.written:
+            raise StrategyError(f'fsdp: forward writes parameter "{name}": take ddp')
 
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known, or is the shards."""

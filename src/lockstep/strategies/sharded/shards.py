@@ -47,14 +47,13 @@ class Shards:
 
     Attributes:
         blocks: as given.
-        whole: the names of parameters that every rank keeps whole, with the reasons.
+        whole: the names of parameters that every rank keeps whole.
         places: by the name of each parameter, the modules that hold it, and its names there.
         modules: the blocks and the model, which ``fully_shard`` has changed.
         cut: by name, the parameters that were cut, as the model holds them.
         local: by name, this rank's part of each.
         mine: by name, what this rank has of every parameter: its part, or all of it.
         first_hook: the number of the first hook that sharding registers.
-        attributes_before: of each module, the names of the attributes that it had before.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Shards:
         self.whole = kept_whole(model)
         self.places = places_of(model)
         self.first_hook = RemovableHandle.next_id
-        self.attributes_before = {module: set(vars(module)) for module in model.modules()}
 
         before = dict(model.named_parameters())
         whole = {before[name] for name in self.whole}
@@ -91,7 +89,6 @@ class Shards:
                 self._by_every_name[name] = p
 
         self._before = {name: weakref.ref(before[name]) for name in self.cut}
-        self._shown: dict[str, torch.Tensor | None] = {}
 
     def give_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the whole parameters of an optimizer by the local ones, with their state.
@@ -262,32 +259,6 @@ class Shards:
     def bytes_here(self) -> int:
         """The size of this rank's parts of the parameters."""
         return sum(p.nbytes for p in self.local.values())
-
-    # ---- gradients in a loop of a person's own ---------------------------------------------------
-
-    def show_gradients(self) -> None:
-        """Give the model's parameters the gradients of the local parts, in the same memory."""
-        for name, p in self.cut.items():
-            grad = self.local[name].grad
-            if grad is None:
-                p.grad = None
-            else:
-                p.grad = self.as_rows(name, grad)
-            self._shown[name] = p.grad
-
-    def take_gradients(self) -> None:
-        """Take over gradients that were assigned to the model's parameters since, or set to None.
-
-        The other ones may have been set to None in the optimizer.
-        """
-        for name, p in self.cut.items():
-            grad = p.grad
-            if grad is self._shown[name]:
-                continue
-            if grad is not None:
-                grad = local_part(grad)
-            self.local[name].grad = grad
-        self.show_gradients()
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:

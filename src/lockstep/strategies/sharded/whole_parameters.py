@@ -18,13 +18,13 @@ keep them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.launch.processes.rank_agreement import END_OF_CALLBACKS
@@ -85,9 +85,18 @@ class WholeParameters:
         self._optimizer = optimizer
         self._shards = shards
         self._world = world
-        self._of_sharding = [_OfSharding(module, shards) for module in model.modules()]
         self._kept: dict[str, _Kept] = {}  # while parameters are whole
         self.are_gathered = False
+        for module in model.modules():
+            for kind in HOOKS:
+                hooks = getattr(module, kind)
+                for number, hook in hooks.items():
+                    if number >= shards.first_hook:
+                        hooks[number] = functools.partial(self._unless_whole, hook)
+
+    def _unless_whole(self, hook: Callable[..., Any], *given: Any) -> Any:
+        """Call a hook of sharding, which does nothing while parameters are whole."""
+        return None if self.are_gathered else hook(*given)
 
     @contextlib.contextmanager
     def gathered(self, *, keeps: bool = True) -> Iterator[None]:
@@ -137,9 +146,6 @@ class WholeParameters:
         shards = self._shards
         state = self._optimizer.state
         shards.modules.reshard()  # what a forward of the person's has left gathered
-        for of_module in self._of_sharding:
-            of_module.take_off()
-
         for name, p in shards.local.items():
             cut = shards.cut[name]
             state.pop(cut, None)  # an empty one, made by asking for it
@@ -196,8 +202,6 @@ class WholeParameters:
             for module, key in shards.places[name]:
                 if module._parameters.get(key) is p:
                     setattr(module, key, shards.cut[name])
-        for of_module in self._of_sharding:
-            of_module.put_back()
         self.are_gathered = False
 
     # ---- what can't be kept ----------------------------------------------------------------------
@@ -237,42 +241,3 @@ class WholeParameters:
                 f'callbacks change parameter "{different}" differently on some ranks: what they '
                 "change must be the same on every rank"
             )
-
-
-class _OfSharding:
-    """The hooks and attributes that sharding gave to a module.
-
-    Args:
-        module: which has all of them.
-        shards: know what the module had before.
-    """
-
-    def __init__(self, module: nn.Module, shards: Shards) -> None:
-        self._held = vars(module)
-        self._names = self._held.keys() - shards.attributes_before[module]
-        self._numbers = range(shards.first_hook, RemovableHandle.next_id)
-        self._hooks_then: dict[str, dict[int, Any]] = {}
-        self._held_then: dict[str, Any] = {}
-
-    def take_off(self) -> None:
-        """Take them off."""
-        for kind in HOOKS:
-            hooks = self._held[kind]
-            then = dict(hooks)
-            self._hooks_then[kind] = then
-            for number in then:
-                if number in self._numbers:
-                    del hooks[number]
-        self._held_then = {name: self._held.pop(name) for name in self._names}
-
-    def put_back(self) -> None:
-        """Put them back, in their order, before hooks that came meanwhile."""
-        for kind, then in self._hooks_then.items():
-            hooks = self._held[kind]
-            now = dict(hooks)
-            hooks.clear()
-            for number, hook in then.items():
-                if number in self._numbers or number in now:
-                    hooks[number] = hook
-            hooks.update(now)
-        self._held.update(self._held_then)

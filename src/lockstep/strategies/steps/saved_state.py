@@ -25,6 +25,7 @@ from lockstep.model.module_state import (
 )
 from lockstep.run.events import Caveat
 from lockstep.strategies.steps.left_out_parameters import LeftOutParameters
+from lockstep.tensors.row_shard import RowShard
 
 if TYPE_CHECKING:
     from lockstep.strategies.steps.step import Step
@@ -98,18 +99,17 @@ class SavedState:
         step.share_buffers()
         self.frozen.check()
         with step.modes.evaluating():
-            weights = self.weights_for_file(whole=not step.layout.keeps_shards)
-            save_weights(
-                path,
-                weights,
-                joined=step.layout.joined,
-                writes=step.world.is_first,
-            )
+            weights = self.weights_for_file(whole=False)
+            for name, value in weights.items():
+                if isinstance(value, RowShard):  # one at a time on a device
+                    weights[name] = step.layout.joined(name, value.local).cpu()
+            if step.world.is_first:
+                save_weights(path, weights)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint to a folder; see `Step.save`."""
         step = self._step
-        writer = Writer(folder, step.world, 1, alike=step.alike)
+        writer = Writer(folder, step.world, 1)
         error: SaveError | None = None
         try:
             shares_out = step.layout.keeps_shards and writer.is_shared

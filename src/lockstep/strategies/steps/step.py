@@ -100,9 +100,6 @@ class Step:
     timed: Literal["rank", "replica", "device"] = "rank"
     """What a profile times: the process, its replicas on threads, or the devices of its stages."""
 
-    alike = True
-    """Whether ``state_dict`` is the same on every rank; otherwise rank 0's is saved."""
-
     own_loop = False
     """Whether a person's own loop calls this step, perhaps on some of the ranks only."""
 
@@ -113,7 +110,6 @@ class Step:
     """Whether callbacks of a person's own see the model between updates."""
 
     _evaluator_kind: type[Evaluator] = Evaluator
-    _accumulation_kind: type[ManualAccumulation] = ManualAccumulation
 
     _reduces = False
     """Whether PyTorch's reducer sums gradients over the ranks while the next backward runs."""
@@ -162,7 +158,7 @@ class Step:
         self.modes = OptimizerModes(self)
         self.draws = Draws(world)
         self.evaluator = self._evaluator_kind(self)
-        self.accumulation = self._accumulation_kind(self)
+        self.accumulation = ManualAccumulation(self)
         self.saved = SavedState(self)
         self.sums = BatchSums(self, job)
         self.skips = SkippedUpdates(job, world)
