@@ -471,17 +471,6 @@ class Centred(nn.Linear):
         ),
         (lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3)), "dp 3", {}, "dropout masks differ"),
         (
-            lambda: nn.Sequential(
-                nn.Unflatten(1, (2, 3)),
-                nn.InstanceNorm1d(2, track_running_stats=True),
-                nn.Flatten(),
-                nn.Linear(6, 3),
-            ),
-            "dp 3",
-            {},
-            "InstanceNorm's running statistics are those of the first replica's local batches",
-        ),
-        (
             lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)),
             "single",
             {"accumulate": 2},

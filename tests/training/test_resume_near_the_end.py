@@ -335,7 +335,7 @@ def test_a_death_between_two_renames_leaves_a_run_to_resume(tmp_path: Path) -> N
     assert resumed(job, run).summary["epochs"] == 3
 
 
-def test_what_was_set_aside_is_nothing_to_resume_and_is_named(tmp_path: Path) -> None:
+def test_what_was_set_aside_is_nothing_to_resume(tmp_path: Path) -> None:
     job = a_job(keep=2)
     run = begun(job, tmp_path, "epoch", 3 * BATCHES)
     for step in (5, 10):
@@ -343,7 +343,7 @@ def test_what_was_set_aside_is_nothing_to_resume_and_is_named(tmp_path: Path) ->
     with pytest.raises(FolderError, match=r"all checkpoints are damaged.*step-10.*step-5"):
         resumed(job, run)
     assert not RunFolder(run).is_resumable
-    with pytest.raises(FolderError, match=r"step-10.damaged, step-5.damaged were found damaged"):
+    with pytest.raises(FolderError, match="there is no checkpoint to resume from"):
         CheckpointFolder(run / "checkpoints").newest(print)
 
 

@@ -127,8 +127,7 @@ class FSDP(WithShares):
         if job.precision == "bf16":
             for block in blocks.values():
                 recast_weights(block)
-        shards = Shards(model, mesh, blocks, world.device.torch)
-        shards.give_to(optimizer)
+        shards = Shards(model, optimizer, mesh, blocks, world.device.torch)
         shards.refuse_others()
 
         unchecked = self._why_unchecked(whole, world)
@@ -146,7 +145,7 @@ class FSDP(WithShares):
 
     def _log_shards(self, shards: Shards, whole: int, world: World) -> None:
         """Log what a rank keeps of a model of ``whole`` bytes, and what is gathered together."""
-        for name in shards.whole:
+        for name in shards.uncut:
             text = f'fsdp keeps "{name}" whole on each rank, since fully_shard can\'t cut it'
             world.emit(Line.note(text))
         if shards.blocks:

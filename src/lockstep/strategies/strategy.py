@@ -236,18 +236,8 @@ def _of_norms(job: Recipe, model: nn.Module, replicas: int) -> Iterator[Caveat]:
     elif trains and job.accumulate > 1:
         single = f"single with accumulate={job.accumulate}"
         yield Caveat("batchnorm", f"BatchNorm normalizes over each micro-batch, as {single} does")
-    if replicas > 1 and job.sync_batchnorm and bare:
-        text = "BatchNorm without running statistics normalizes over the local batch in evaluation"
-        yield Caveat("batchnorm evaluation", text)
 
     has_spectral_norm = any(map(is_spectral_norm, model.modules()))
     if has_spectral_norm and job.accumulate > 1:
         text = "a spectral norm iterates once per micro-batch, not once per batch"
         yield Caveat("buffer", text, "whole batches keep the results")
-
-    instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
-    if any(norm.track_running_stats for norm in instances):
-        of = "the first replica's local batches"
-        if replicas == 1:
-            of = "micro-batches, each of which updates them"
-        yield Caveat("buffer", f"InstanceNorm's running statistics are those of {of}")

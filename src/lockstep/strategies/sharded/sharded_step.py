@@ -28,9 +28,8 @@ from lockstep.strategies.sharded.block_hooks import BlockWatch, during
 from lockstep.strategies.sharded.rank_without_samples import stand_in_for, standing_in
 from lockstep.strategies.sharded.shard_reducer import ShardReducer
 from lockstep.strategies.sharded.sharded_evaluator import ShardedEvaluator, explain_shards
-from lockstep.strategies.sharded.sharded_layout import ShardedLayout
 from lockstep.strategies.sharded.shards import Shards, refuse_hooks
-from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP
+from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP, WholeParameters
 from lockstep.strategies.steps.update_result import added
 from lockstep.threads.replica_collectives import RankExchange
 
@@ -76,7 +75,8 @@ class ShardedStep(RankStep):
         self.watch = BlockWatch(model, shards)
         self.reducer = ShardReducer(model, shards, self.watch, world)
         self.loss.within = functools.partial(during, "loss")
-        self.layout: ShardedLayout = ShardedLayout(model, optimizer, shards, world)
+        self.layout: Shards = shards
+        shards.gathers = WholeParameters(model, optimizer, shards, world)
 
     def _own_parameters(self) -> Mapping[str, nn.Parameter]:
         """Give the shard of each parameter, which the optimizer has, or the whole of one that isn't
@@ -177,7 +177,7 @@ class ShardedStep(RankStep):
         counted = []
         for name, p in zip(self.trained.names, self.trained.values, strict=True):
             counts = self.shards.is_first_replica
-            if name in self.shards.whole:
+            if name in self.shards.uncut:
                 counts = self.world.is_first
             if counts:
                 counted.append(p)
@@ -240,4 +240,4 @@ class ShardedStep(RankStep):
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
         """Give the parameters that couldn't be cut, which every rank has whole."""
-        return [(name, self.shards.mine[name]) for name in self.shards.whole]
+        return [(name, self.shards.mine[name]) for name in self.shards.uncut]

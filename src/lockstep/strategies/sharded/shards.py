@@ -15,8 +15,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,20 +27,26 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import StrategyError
 from lockstep.model.optimizers.kinds import is_hooked
+from lockstep.model.optimizers.state import load_named_optimizer_state, named_optimizer_state
 from lockstep.strategies.sharded.fully_sharded import ShardedModules, kept_whole
+from lockstep.strategies.steps.parameter_layout import ParameterLayout
 from lockstep.tensors.row_shard import RowShard
+
+if TYPE_CHECKING:
+    from lockstep.strategies.sharded.whole_parameters import WholeParameters
 
 Place = tuple[nn.Module, str]
 
 
-class Shards:
-    """A model whose parameters were cut, in place.
+class Shards(ParameterLayout):
+    """A model whose parameters were cut, in place: each rank has some rows of most parameters.
 
     A name of a parameter, where a method takes one, may be any of a tied parameter, and that of a
     parameter or a buffer which every rank has whole.
 
     Args:
         model: the same on every rank; it may be on the CPU still.
+        optimizer: of the whole parameters, which is given this rank's parts.
         mesh: the ranks.
         blocks: the modules that are gathered on their own, by name; all else is gathered for the
             whole of forward.
@@ -47,30 +54,36 @@ class Shards:
 
     Attributes:
         blocks: as given.
-        whole: the names of parameters that every rank keeps whole.
+        uncut: the names of parameters that every rank keeps whole.
         places: by the name of each parameter, the modules that hold it, and its names there.
         modules: the blocks and the model, which ``fully_shard`` has changed.
         cut: by name, the parameters that were cut, as the model holds them.
         local: by name, this rank's part of each.
         mine: by name, what this rank has of every parameter: its part, or all of it.
         first_hook: the number of the first hook that sharding registers.
+        gathers: gives the model its whole parameters for a while.
     """
+
+    keeps_shards = True
+    gathers: WholeParameters
 
     def __init__(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh,
         blocks: Mapping[str, nn.Module],
         place: torch.device,
     ) -> None:
+        super().__init__(model, optimizer)
         self._mesh = mesh
         self.blocks = dict(blocks)
-        self.whole = kept_whole(model)
+        self.uncut = kept_whole(model)
         self.places = places_of(model)
         self.first_hook = RemovableHandle.next_id
 
         before = dict(model.named_parameters())
-        whole = {before[name] for name in self.whole}
+        whole = {before[name] for name in self.uncut}
         self.modules = ShardedModules(model, blocks.values(), mesh, whole, place)
         self.cut: dict[str, nn.Parameter] = {}
         self.local: dict[str, nn.Parameter] = {}
@@ -89,16 +102,14 @@ class Shards:
                 self._by_every_name[name] = p
 
         self._before = {name: weakref.ref(before[name]) for name in self.cut}
+        self._named = _Named(self.mine)
+        self._give_parts()
 
-    def give_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the whole parameters of an optimizer by the local ones, with their state.
-
-        Args:
-            optimizer: of the model before it was cut.
-        """
-        states = optimizer.state
+    def _give_parts(self) -> None:
+        """Replace the whole parameters of the optimizer by the local ones, with their state."""
+        states = self._optimizer.state
         names = {kept(): name for name, kept in self._before.items()}
-        for group in optimizer.param_groups:
+        for group in self._optimizer.param_groups:
             given = []
             for p in group["params"]:
                 name = names.get(p)
@@ -134,7 +145,7 @@ class Shards:
         """Return the parameter of this name, if it was cut."""
         return self._by_every_name.get(name)
 
-    def part(self, name: str, whole: Any) -> torch.Tensor:
+    def part_of(self, name: str, whole: Any) -> torch.Tensor:
         """Copy this rank's part of a tensor of the shape of a parameter to this rank's device.
 
         Args:
@@ -184,7 +195,7 @@ class Shards:
         whole: torch.Tensor = tensor.full_tensor()
         return whole
 
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor | RowShard:
+    def _rows_in(self, tensor: torch.Tensor) -> torch.Tensor | RowShard:
         """Return this rank's rows of a tensor, if it is cut.
 
         Of several replicas, only the first has rows.
@@ -223,7 +234,7 @@ class Shards:
         shape = self.cut[name].shape
         for key, value in state.items():
             if _has_shape(value, shape):
-                mine[key] = self.part(name, value)
+                mine[key] = self.part_of(name, value)
         return mine
 
     def joined_state(self, name: str, state: Mapping[str, Any], whole: bool) -> dict[str, Any]:
@@ -237,7 +248,7 @@ class Shards:
         joined = dict(state)
         if name not in self.cut:
             return joined
-        given = self.gathered if whole else self.rows
+        given = self.gathered if whole else self._rows_in
         shape = self.local[name].shape
         for key, value in state.items():
             if _has_shape(value, shape):
@@ -259,6 +270,99 @@ class Shards:
     def bytes_here(self) -> int:
         """The size of this rank's parts of the parameters."""
         return sum(p.nbytes for p in self.local.values())
+
+    # ---- the layout ---------------------------------------------------------------------------------
+
+    @property
+    def are_gathered(self) -> bool:
+        """Whether the model has its whole parameters now."""
+        return self.gathers.are_gathered
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The model and the optimizer have whole parameters in this context."""
+        return self.gathers.gathered()
+
+    def read(self) -> AbstractContextManager[None]:
+        """The model has whole parameters in this context; what is written to them is lost."""
+        return self.gathers.gathered(keeps=False)
+
+    def own(self) -> AbstractContextManager[None]:
+        """The model has this rank's shards in this context, within ``whole`` too.
+
+        State dicts are made and loaded in it.
+        """
+        return self.gathers.cut()
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Give, by name, what this process has of each parameter."""
+        return dict(self.mine)
+
+    def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
+        """Give the whole tensor, or the rows of it that this rank has."""
+        return self._rows_in(self.as_rows(name, part))
+
+    def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+        """Tell how many rows each rank has of a parameter, or of an optimizer's tensor of the same
+        shape.
+
+        Args:
+            name: of a tensor in a checkpoint: ``model/0.weight``, or
+                ``optimizer/state/0.weight/exp_avg``.
+            shape: of the tensor.
+        """
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            path = rest.removeprefix("state/")
+            rest, _, _ = path.rpartition("/")
+        elif kind != "model":
+            return None
+        p = self.cut_parameter(rest)
+        if p is None or tuple(p.shape) != tuple(shape):
+            return None
+        return self.rows_of(p)
+
+    def weights(self, *, whole: bool = True) -> dict[str, Any]:
+        """Give the model's state dict, gathered on every rank, or this rank's rows."""
+        given = self.gathered if whole else self._rows_in
+        weights = {}
+        with self.own():
+            held = self._model.state_dict()
+            for name, value in held.items():
+                weights[name] = given(value)
+        return weights
+
+    def take_weights(self, weights: Mapping[str, Any]) -> None:
+        """Take over this rank's part of each tensor.
+
+        A tensor of another shape than the parameter is left to ``load_state_dict`` to refuse.
+        """
+        parts = dict(weights)
+        for name, value in weights.items():
+            p = self.cut_parameter(name)
+            if p is None or value.shape != p.shape:
+                continue
+            part = self.part_of(name, value)
+            parts[name] = self.as_rows(name, part)
+        with self.own():
+            super().take_weights(parts)
+
+    def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
+        """Give the optimizer's state, gathered on every rank, or this rank's rows."""
+        with self.own():
+            given = named_optimizer_state(self._optimizer, self._named)
+            states = given["state"]
+            for name, state in states.items():
+                states[name] = self.joined_state(name, state, whole)
+        return given
+
+    def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Take over this rank's part of each tensor."""
+        states = {}
+        for name, state in saved["state"].items():
+            states[name] = self.cut_state(name, state)
+        mine = {**saved, "state": states}
+        with self.own():
+            load_named_optimizer_state(self._optimizer, self._named, mine)
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -304,3 +408,19 @@ def places_of(model: nn.Module) -> dict[str, list[Place]]:
             name = names[p]
             found[name].append((module, key))
     return found
+
+
+class _Named(nn.Module):
+    """Stands for a model whose parameters have these names, where only names are asked for.
+
+    Args:
+        named: this rank's part of each parameter, as the optimizer has it.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._named = named
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the parameters as they were given."""
+        return self._named.items()

@@ -177,11 +177,11 @@ class WholeParameters:
         state = self._optimizer.state
         for name, p in shards.local.items():
             kept = self._kept[name]
-            part = shards.part(name, p)
+            part = shards.part_of(name, p)
             kept.part.copy_(part)
             kept.grad = None
             if p.grad is not None:
-                kept.grad = shards.part(name, p.grad)
+                kept.grad = shards.part_of(name, p.grad)
             kept.state = None
             if p in state:
                 kept.state = shards.cut_state(name, state[p])
