@@ -55,7 +55,7 @@ def masks_of_two_stages(world: World) -> list[str]:
             return x
 
     model = nn.Sequential(Noisy(6, 6), Noisy(6, 4))
-    way = lockstep.strategies.named("ddp=2xmp=2", device_map={"0": 0, "1": 1})
+    way = lockstep.strategies.named("ddp=2xpp=2", device_map={"0": 0, "1": 1}, microbatches=1)
     step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd, strategy=way)
     for _ in range(3):
         step(torch.randn(2, 6), torch.zeros(2, dtype=torch.long))

@@ -57,8 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---- words ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inner", ["pp", "mp"])
-def test_a_product_has_the_settings_of_the_strategy_of_a_replica(inner: str) -> None:
+def test_a_product_has_the_settings_of_the_strategy_of_a_replica() -> None:
+    inner = "pp"
     product = named(f"ddp=3x{inner}=2", device_map={"": 0})
     assert product.name == f"ddp=3x{inner}=2" and isinstance(product, STRATEGIES[inner])
     assert product.settings().keys() == {*STRATEGIES[inner].settings(), "shares"}
@@ -100,7 +100,7 @@ def test_a_product_that_there_is_not_is_refused_with_those_there_are(wrong: str)
     ("product", "devices", "instead"),
     [
         ("ddp=3xpp=2", 4, "ddp=2xpp=2"),
-        ("ddp=2xmp=2", 6, "ddp=3xmp=2"),
+        ("ddp=2xpp=2", 6, "ddp=3xpp=2"),
         ("ddp=2xpp=3", 4, "ddp=2xpp=2"),
         ("ddp=2xpp=2", 5, "pp"),
         ("ddp=2xpp=2", 2, "pp"),
@@ -119,7 +119,7 @@ def test_another_number_of_devices_is_refused_with_the_nearest(
 
 def test_a_mesh_is_drawn_with_a_line_for_each_rank() -> None:
     names = [f"cuda:{i}" for i in range(6)]
-    assert named("ddp=2xmp=3").mesh(names) == [
+    assert named("ddp=2xpp=3").mesh(names) == [
         "rank 0: cuda:0 stage 0, cuda:1 stage 1, cuda:2 stage 2; local batch 1 of 2",
         "rank 1: cuda:3 stage 0, cuda:4 stage 1, cuda:5 stage 2; local batch 2 of 2",
     ]
@@ -127,19 +127,14 @@ def test_a_mesh_is_drawn_with_a_line_for_each_rank() -> None:
     assert lines[2] == "rank 2: cuda:4 stage 0 and 2, cuda:5 stage 1 and 3; local batch 3 of 3"
 
 
-def test_batch_norms_of_replicas_are_said_and_synchronised_under_mp_only(tmp_path: Path) -> None:
+def test_batch_norms_of_replicas_are_synchronised_in_one_micro_batch_only(tmp_path: Path) -> None:
     job = ZOO["convolutions with sync_batchnorm"]
-    model = job.model()
-    said = {
-        c.kind: c for c in named("ddp=2xpp=2").caveats(job.replace(sync_batchnorm=False), model, 2)
-    }
-    assert said["batchnorm"].fix == "ddp=2xmp=2 with sync_batchnorm=True keeps the results"
-    with pytest.raises(StrategyError, match=r"ddp=2xpp=2: sync_batchnorm .* or take ddp=2xmp=2$"):
+    says = r"ddp=2xpp=2: sync_batchnorm .* or take one micro-batch \(microbatches=1, without acc"
+    with pytest.raises(StrategyError, match=says):
         train(job, strategy="ddp=2xpp=2", folder=tmp_path, quiet=True)
-    with pytest.raises(
-        StrategyError, match=r"ddp=2xmp=2: sync_batchnorm .* or take ddp=2xmp=2 without accumulate$"
-    ):
-        train(job.replace(accumulate=2), strategy="ddp=2xmp=2", folder=tmp_path, quiet=True)
+    one = named("ddp=2xpp=2", microbatches=1)
+    with pytest.raises(StrategyError, match=says):
+        train(job.replace(accumulate=2), strategy=one, folder=tmp_path, quiet=True)
     norm = dataclasses.replace(
         ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     )
@@ -169,7 +164,7 @@ def test_the_command_trains_says_the_mesh_and_evaluates_and_predicts(folder: Pat
     ]
     (run,) = folder.glob("runs/small-ddp=2xpp=2-*")
     data = TensorDataset(torch.arange(84.0).view(21, 4) / 80, torch.arange(21) % 3)
-    found = predict(run, data, strategy="ddp=2xmp=2", quiet=True)
+    found = predict(run, data, strategy="ddp=2xpp=2", quiet=True)
     assert torch.allclose(found, predict(run, data, quiet=True), atol=1e-12)
     ways = ("ddp=2xpp=2", "single")
     one, other = (evaluate(run, strategy=way, eval_data=data)["loss"] for way in ways)
@@ -238,7 +233,7 @@ def test_the_same_seed_twice_gives_the_same_bits_with_dropout(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("product", ["ddp=2xpp=2", "ddp=3xmp=1", "ddp=1xpp=2"])
+@pytest.mark.parametrize("product", ["ddp=2xpp=2", "ddp=3xpp=1", "ddp=1xpp=2"])
 def test_verify_finds_a_product_equal(product: str) -> None:
     found = verify(ZOO["ignored tokens and tied weights"], strategy=product)
     assert found, str(found)

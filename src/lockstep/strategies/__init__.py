@@ -20,7 +20,7 @@ from lockstep.strategies.fsdp import FSDP, ReplicatedFSDP
 from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product, product_in
-from lockstep.strategies.replicated_stages import ReplicatedMP, ReplicatedPP
+from lockstep.strategies.replicated_stages import ReplicatedPP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 
@@ -30,7 +30,6 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 PRODUCTS: dict[str, type[Product]] = {
     "pp": ReplicatedPP,
-    "mp": ReplicatedMP,
     "fsdp": ReplicatedFSDP,
 }
 """What ``ddp=NxS=M`` is, by S, the strategy on the M devices of each replica."""

@@ -323,13 +323,10 @@ class PP(Strategy):
                 "devices, or accelerators of one type"
             )
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
-            other = self.name.replace("pp", "mp")
-            if job.accumulate > 1:
-                other = f"{other} without accumulate"
             raise StrategyError(
                 f"{self.name}: sync_batchnorm would make every micro-batch wait for all the "
                 "others: leave it out (BatchNorm then normalises each micro-batch, as single with "
-                f"accumulate does), or take {other}"
+                "accumulate does), or take one micro-batch (microbatches=1, without accumulate)"
             )
         if job.compile:
             raise StrategyError(

@@ -1,5 +1,4 @@
-"""``ddp=2xpp=2``: replicas in processes, each over the devices of its stages, as ``pp`` (or ``mp``)
-has them.
+"""``ddp=2xpp=2``: replicas in processes, each over the devices of its stages, as ``pp`` has them.
 
 Each rank computes its local batch of every micro-batch by its own pipeline, and gradients, total
 and count are summed over the ranks as ``ddp`` sums small ones: in one flat all-reduce after
@@ -10,7 +9,7 @@ backward. Micro-batches are cut from the global batch first, and local batches f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
@@ -25,8 +24,7 @@ from lockstep.model.losses.loss import Loss
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
-from lockstep.run.events import Caveat
-from lockstep.strategies.pp import MP, PP
+from lockstep.strategies.pp import PP
 from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised
 from lockstep.strategies.staged_step import StagedStep
@@ -83,8 +81,7 @@ class ReplicatedPP(Product, WithShares, PP):
 
     def _alone(self) -> Strategy:
         """Return the strategy of one replica."""
-        kind = MP if isinstance(self, MP) else PP
-        return kind(**{name: getattr(self, name) for name in kind.usual()})
+        return PP(**{name: getattr(self, name) for name in PP.usual()})
 
     def step_of(
         self,
@@ -100,38 +97,11 @@ class ReplicatedPP(Product, WithShares, PP):
         exchange = synchronised(model, job, world)
         return ReplicaOfStages(model, optimizer, job, world, exchange, staged, runner)
 
-    def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
-        """Give the caveats of a pipeline; batch norms can be synchronised under ``mp``."""
-        fix = f"ddp={self.sizes[0]}xmp={self.sizes[1]} with sync_batchnorm=True keeps the results"
-        found = []
-        for caveat in super().caveats(job, model, replicas):
-            if caveat.kind == "batchnorm" and caveat.fix:
-                caveat = replace(caveat, fix=fix)
-            found.append(caveat)
-        return found
-
-
-@dataclass(frozen=True)
-class ReplicatedMP(ReplicatedPP, MP):
-    """Replicas in processes, each of stages of layers on several devices, one after the other."""
-
-    summary: ClassVar[str] = (
-        "a process per replica, with a local batch; in it a stage of layers per device, as mp"
-    )
-    good_for: ClassVar[str] = (
-        "models too large for one device, whose local batch can't be split further"
-    )
-
-    microbatches: int = 1
-
 
 class ReplicaOfStages(RankStep, StagedStep):
     """One rank's replica, on its devices."""
 
-    @property
-    def _may_synchronise(self) -> bool:
-        """Whether ``sync_batchnorm`` could be set: not where micro-batches overlap."""
-        return super()._may_synchronise and self._accumulate == 1
+    _may_synchronise = False
 
     def _add_parts(self, batch: Batch) -> Loss:
         # Batch norms are synchronised where there is one micro-batch.
