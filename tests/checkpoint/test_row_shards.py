@@ -39,7 +39,7 @@ def test_each_rank_writes_its_rows_and_other_ranks_take_theirs_only(tmp_path: Pa
     def split(name: str, shape: list[int]) -> tuple[tuple[int, ...], int] | None:
         return None if name == "model/bias" else ((5, 2), 1)
 
-    with Reader(Index.read(path), path, split) as reader:
-        found = {name: reader[f"model/{name}"] for name in WHOLE}
+    reader = Reader(Index.read(path), path, split)
+    found = {name: reader[f"model/{name}"] for name in WHOLE}
     for name, expected in WHOLE.items():
         assert torch.equal(found[name].local, expected[5:]) and found[name].shape == expected.shape

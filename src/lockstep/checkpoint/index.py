@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -149,8 +148,7 @@ class Index:
             folder: of the checkpoint.
             split: which tensors this rank reads some rows only of; None reads all.
         """
-        with Reader(self, folder, split) as reader:
-            return decoded(self.tree, reader)
+        return decoded(self.tree, Reader(self, folder, split))
 
 
 Split = Callable[[str, Sequence[int]], "tuple[tuple[int, ...], int] | None"]
@@ -160,21 +158,14 @@ has all of them.
 
 
 class Reader(dict[str, Any]):
-    """The tensors of a checkpoint by name, each read when it is asked for, while in a ``with``."""
+    """The tensors of a checkpoint by name, each read when it is asked for."""
 
     def __init__(self, index: Index, folder: Path, split: Split | None = None) -> None:
         super().__init__()
         self._index = index
         self._folder = folder
         self._split = split
-        self._stack = contextlib.ExitStack()
         self._files: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *of_an_error: object) -> None:
-        self._stack.close()
 
     def __missing__(self, name: str) -> torch.Tensor | RowShard:
         split = None
@@ -208,7 +199,7 @@ class Reader(dict[str, Any]):
         """Return a file, which is opened once."""
         if part not in self._files:
             path = self._folder / part_name(part, len(self._index.files))
-            self._files[part] = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._files[part] = safe_open(path, framework="pt")
         return self._files[part]
 
 

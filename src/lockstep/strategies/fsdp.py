@@ -148,15 +148,10 @@ class FSDP(WithShares):
         for name in shards.uncut:
             text = f'fsdp keeps "{name}" whole on each rank, since fully_shard can\'t cut it'
             world.emit(Line.note(text))
-        if shards.blocks:
-            gathered = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest"
-        elif self.blocks == "auto":
-            gathered = "all at once, no repeated layers: --blocks names some"
-        else:
-            gathered = "all at once"
         text = (
             f"a rank keeps {size(shards.bytes_here)} of {size(whole)} of weights, gradients and "
-            f"the optimizer's state likewise; gathered: {gathered}"
+            f"the optimizer's state likewise; gathered one at a time: "
+            f"{counted(len(shards.blocks), 'block')}"
         )
         world.emit(Line(text, "plan"))
 
