@@ -1,5 +1,5 @@
 """How fast each replica computes: forward, loss and backward of the same number of samples, all
-replicas at the same time, as in a training.
+processes at the same time, as in a training.
 
 For the measurement every process builds a model of its own, and drops the model afterwards. So no
 process waits for another while it is timed, and weights, buffers and random numbers of the training
@@ -13,22 +13,19 @@ import gc
 import math
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
-from lockstep.data import Batch, is_stream
+from lockstep.data import is_stream
 from lockstep.data.shares import over_ranks
 from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
+from lockstep.launch.devices import Device
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.launch.observer import Observer
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.measured_blocks import model_kept
-from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.rows import weighted_sizes
 
@@ -39,11 +36,14 @@ _STEPS = 10
 """The mean of all shares, before they are divided by a common factor."""
 
 
-def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, str]:
+def measured_shares(
+    strategy: Strategy, replicas: Sequence[tuple[Device, ...]], job: Job, world: World
+) -> tuple[str, str]:
     """Return shares in proportion to the speeds of all replicas, and what was measured, in words.
 
     Args:
-        strategy: that of this process alone, without the others.
+        strategy: that of one replica alone.
+        replicas: the devices of each replica of this process.
         job: what is trained, with its data.
         world: the ranks, all of which call this.
 
@@ -57,10 +57,10 @@ def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, st
             f"{what}: give numbers, as --shares 2,1"
         )
 
-    here = strategy.layout(len(world.devices)).local_batches
-    samples = max(1, job.batch_size // job.accumulate // (here * world.size))
+    samples = max(1, job.batch_size // job.accumulate // (len(replicas) * world.size))
+    job = job.replace(batch_size=samples)
     try:
-        seconds = _seconds_here(strategy, job.replace(batch_size=here * samples), world)
+        seconds = [_seconds_on(devices, strategy, job, world) for devices in replicas]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -82,60 +82,25 @@ def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, st
     return shares, f"forward and backward of {counted(samples, 'sample')} take {times} ms"
 
 
-def _seconds_here(strategy: Strategy, job: Job, world: World) -> list[float]:
-    """Return the median seconds of each replica of this process."""
+def _seconds_on(devices: tuple[Device, ...], strategy: Strategy, job: Job, world: World) -> float:
+    """Return the median seconds of one replica, which has these devices."""
     in_order = {"shuffle": False, "order": None, "batches": None, "cut_by": None}
     job = job.replace(**in_order, accumulate=1, loader_workers=0, loss=copy.deepcopy(job.loss))
-    with alone(world.devices) as own:
+    seconds = []
+    with alone(devices) as own:
         step = strategy.prepare(job, own)
         loader = strategy.training_loader(job, own, job.train_data)
         batch = next(iter(loader.epoch(0)))
         loader.close()
-
-        clock = _Clock(own)
         with model_kept(step.model):
             for _ in range(_WARM_UP + _ROUNDS):
                 world.barrier()
-                _compute(step, batch, clock)
-
-    found = []
-    for number in range(own.data.local_batches):
-        found.append(statistics.median(clock.seconds[number][_WARM_UP:]))
-    return found
-
-
-def _compute(step: Step, batch: Batch, clock: _Clock) -> None:
-    """Run forward, loss and backward of a batch once, timed."""
-    if step.counts is not None:
-        step.counts.begin(batch)
-    if step.observers:
-        step.gradients(batch)
-        return
-    with clock.replica(0):
-        step.gradients(batch)
-
-
-class _Clock(Observer):
-    """Times each replica.
-
-    Attributes:
-        seconds: by the number of the replica, of each round.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._devices = world.devices
-        self._has_threads = world.data.local_batches > 1
-        self.seconds: dict[int, list[float]] = defaultdict(list)
-        if self._has_threads:  # each of them calls ``replica`` of the observers
-            world.observers.append(self)
-
-    @contextmanager
-    def replica(self, number: int) -> Iterator[None]:
-        """Time the work of a replica."""
-        began = time.perf_counter()
-        yield
-        devices = self._devices[number : number + 1] if self._has_threads else self._devices
-        for device in devices:
-            if not device.is_slot:
-                torch.accelerator.synchronize(device.index)
-        self.seconds[number].append(time.perf_counter() - began)
+                began = time.perf_counter()
+                if step.counts is not None:
+                    step.counts.begin(batch)
+                step.gradients(batch)
+                for device in devices:
+                    if not device.is_slot:
+                        torch.accelerator.synchronize(device.index)
+                seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[_WARM_UP:])

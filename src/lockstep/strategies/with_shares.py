@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from lockstep.errors import StrategyError
 from lockstep.job import Job
+from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.run.events import Line
 from lockstep.strategies.replica_speeds import measured_shares
@@ -96,13 +97,16 @@ class WithShares(Strategy):
         if earlier.startswith("auto:") and len(_numbers(earlier)) == layout.local_batches:
             return replace(self, shares=earlier)
 
-        shares, why = measured_shares(self._alone(), job, world)
+        replicas: list[tuple[Device, ...]] = [world.devices]
+        if self.devices_per_rank == 1:
+            replicas = [(device,) for device in world.devices]
+        shares, why = measured_shares(self._alone(), replicas, job, world)
         world.emit(Line(f"shares {shares}: {why}", "plan"))
         return replace(self, shares=f"auto:{shares}")
 
     def _alone(self) -> Strategy:
-        """Return the strategy of one process that computes what a process of this one does."""
-        return replace(self, shares=None) if self.in_one_process else Single()
+        """Return the strategy of one replica."""
+        return Single()
 
 
 def _numbers(shares: Any) -> tuple[int, ...]:
