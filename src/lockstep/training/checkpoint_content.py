@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lockstep.checkpoint.reading import load_newest
+from lockstep.checkpoint.folder import load_newest
 from lockstep.checkpoint.weights import load_weights, save_weights, weights_on_cpu
 from lockstep.checkpoint.writer import Writer
 from lockstep.data import is_stream

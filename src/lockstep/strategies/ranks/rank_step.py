@@ -55,6 +55,7 @@ class RankStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world, *stages)
         self._exchange = exchange
+        self._needs_first_ranks = "sync_batchnorm" if exchange is not None else ""
         self._waits_in_backward = exchange is not None
         self._buffers = FollowedBuffers(model, world)
         self.reducer = FlatReducer(model, world)
@@ -142,23 +143,23 @@ class RankStep(Step):
         super()._follow_flags(name)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
-        """Refuse a rank without samples before one with some, where batch norms are synchronised.
+        """Refuse a rank without samples before one with some, where the first ranks must have some.
 
-        The groups of ranks that exchange statistics are those of the first ranks.
+        The groups of ranks that exchange statistics are those of the first ranks, and in shards a
+        rank without samples computes the first rank's.
 
         Args:
             here: whether each rank has a sample.
 
         Raises:
-            InputError: batch norms are synchronised.
+            InputError: the first ranks must have some.
         """
-        if self._exchange is None:
-            return
-        empty = here.index(False)
-        raise InputError(
-            f"sync_batchnorm: rank {empty} has no sample and a later rank has; "
-            "give samples to the first ranks first, as lockstep.batches does"
-        )
+        if self._needs_first_ranks:
+            empty = here.index(False)
+            raise InputError(
+                f"{self._needs_first_ranks}: rank {empty} has no sample and a later rank has; "
+                "give samples to the first ranks first, as lockstep.batches does"
+            )
 
 
 def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | None:

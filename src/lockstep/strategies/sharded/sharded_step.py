@@ -71,6 +71,7 @@ class ShardedStep(RankStep):
         self.shards = shards
         super().__init__(model, optimizer, job, world, exchange)
         self._waits_in_backward = True
+        self._needs_first_ranks = "fsdp"
         self._elementwise = elementwise
         self.watch = BlockWatch(model, shards)
         self.reducer = ShardReducer(model, shards, self.watch, world)
@@ -198,23 +199,6 @@ class ShardedStep(RankStep):
         """Count this rank's shard, gathered in forward and in backward, and the whole gradients."""
         gradients = sum(p.nbytes for p in self.trained.held.values())
         return 2 * self.shards.bytes_here + gradients
-
-    def _refuse_gaps(self, here: list[bool]) -> None:
-        """Refuse a rank without samples before one with some.
-
-        A rank without samples computes the first rank's, so that one must have some.
-
-        Args:
-            here: whether each rank has a sample.
-
-        Raises:
-            InputError: always.
-        """
-        empty = here.index(False)
-        raise InputError(
-            f"fsdp: rank {empty} has no sample and a later rank has; "
-            "give samples to the first ranks first, as lockstep.batches does"
-        )
 
     def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, and refuse what forward writes.

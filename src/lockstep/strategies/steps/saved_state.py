@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.checkpoint.reading import load_newest
+from lockstep.checkpoint.folder import load_newest
 from lockstep.checkpoint.weights import is_extra_state, save_weights, with_own
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import InputError, SaveError, counted
