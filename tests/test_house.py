@@ -199,16 +199,16 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 247_003
+TOTAL = 242_608
 """Code tokens of the package, at most."""
 
 TOKENS = {
-    "checkpoint": 6_900,
+    "checkpoint": 5_789,
     "cli": 6_046,
     "compare": 12_438,
     "data": 12_728,
     "export": 3_846,
-    "launch": 21_520,
+    "launch": 21_309,
     "map": 5_340,
     "model": 17_153,
     "parallel": 11_555,
@@ -217,11 +217,11 @@ TOKENS = {
     "profiling": 3_669,
     "report": 1_941,
     "run": 4_190,
-    "strategies": 55_177,
+    "strategies": 52_130,
     "tensors": 8_746,
-    "threads": 6_883,
+    "threads": 6_865,
     "top": 8_065,
-    "training": 26_408,
+    "training": 26_400,
     "verify": 12_174,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_472
+    assert bars.lines_of_the_reading_path() <= 2_466
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -88,14 +88,7 @@ class Writer:
         if rank > 0 and not has_rows:
             return
         folder = self._made(step, together=has_rows)
-        mine = {}
-        for name, tensor in tensors.items():
-            if isinstance(tensor, RowShard):
-                if tensor.sizes[rank]:
-                    mine[name] = tensor.local
-            elif rank == 0:
-                mine[name] = tensor
-        copied = self._copy(mine)
+        copied = self._copy(self._of_rank(tensors))
         parts = self._world.size if has_rows else 1
         index = Index({}, table_of(tensors), tree, dict(about))
 
@@ -124,6 +117,18 @@ class Writer:
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def _of_rank(self, tensors: Mapping[str, torch.Tensor | RowShard]) -> dict[str, torch.Tensor]:
+        """Return what this rank writes: its rows, and on rank 0 what isn't in rows."""
+        rank = self._world.rank
+        mine = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, RowShard):
+                if tensor.sizes[rank]:
+                    mine[name] = tensor.local
+            elif rank == 0:
+                mine[name] = tensor
+        return mine
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Event]:
         """Copy tensors to the buffers.

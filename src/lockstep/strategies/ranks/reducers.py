@@ -79,11 +79,7 @@ class FlatReducer:
             used.copy_(torch.tensor(here))
         beside = torch.cat([used, beside])
 
-        rows = {}
-        for p in parameters:
-            if id(p) in self._sparse:
-                of_ranks = self._world.gather_objects(_rows_in(p.grad))
-                rows[p] = sorted(set().union(*of_ranks))
+        rows = self._sparse_rows(parameters)
         by_format: dict[Any, list[nn.Parameter]] = defaultdict(list)
         for p in parameters:
             by_format[p.dtype, p.device].append(p)
@@ -109,6 +105,15 @@ class FlatReducer:
             p.grad = _shaped(views[p], p, rows.get(p)) if is_used else None
         sums = beside[len(here) :]
         return sums.tolist() if sums.is_cpu else sums
+
+    def _sparse_rows(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, list[int]]:
+        """Find the rows that any rank has of each sparse gradient."""
+        rows = {}
+        for p in parameters:
+            if id(p) in self._sparse:
+                of_ranks = self._world.gather_objects(_rows_in(p.grad))
+                rows[p] = sorted(set().union(*of_ranks))
+        return rows
 
 
 def _rows_in(grad: torch.Tensor | None) -> list[int]:
