@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 242_608
+TOTAL = 242_140
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -211,7 +211,7 @@ TOKENS = {
     "launch": 21_309,
     "map": 5_340,
     "model": 17_153,
-    "parallel": 11_555,
+    "parallel": 11_507,
     "pipelining": 17_915,
     "prediction": 4_309,
     "profiling": 3_669,
@@ -219,7 +219,7 @@ TOKENS = {
     "run": 4_190,
     "strategies": 52_130,
     "tensors": 8_746,
-    "threads": 6_865,
+    "threads": 6_445,
     "top": 8_065,
     "training": 26_400,
     "verify": 12_174,

@@ -1172,16 +1172,10 @@ def test_a_compiled_function_may_call_it_with_the_same_numbers(devices: str) -> 
     torch._dynamo.reset()
 
 
-def test_what_cannot_be_replicated_is_named_at_any_time() -> None:
-    class Single(nn.Linear):
-        def _replicate_for_data_parallel(self) -> Any:
-            raise RuntimeError("there can be only one")
-
-    net = DataParallel(nn.Sequential(nn.Linear(2, 2)), "2xcpu")
-    net(torch.randn(4, 2))
-    net.module.append(Single(2, 2))
-    with pytest.raises(InputError, match=r"1 \(Single\).*only one"):
-        net(torch.randn(4, 2))
+def test_a_traced_module_is_replicated() -> None:
+    module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    x = torch.randn(4, 3)
+    same(DataParallel(module, "2xcpu")(x), module(x))
 
 
 def test_a_parameter_that_replicas_write_is_refused() -> None:

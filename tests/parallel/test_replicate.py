@@ -159,15 +159,6 @@ def test_a_module_without_parameters_and_one_device_work() -> None:
     assert replicate(nn.Linear(1, 1), "1xcpu")[0](torch.zeros(1, 1)).requires_grad
 
 
-def test_what_can_not_be_copied_is_named() -> None:
-    class Single(nn.Module):
-        def _replicate_for_data_parallel(self) -> Any:
-            raise RuntimeError("there can be only one")
-
-    with pytest.raises(InputError, match=r"0 \(Single\).*only one"):
-        replicate(nn.Sequential(Single()), "2xcpu")
-
-
 def test_lazy_modules_are_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"0 .*LazyLinear"):
         replicate(nn.Sequential(nn.LazyLinear(2)), "2xcpu")

@@ -91,7 +91,7 @@ def replicas_of(
         copies: for each replica what it has in the place of these.
         own: other buffers: the first replica has the original's, and the others have copies.
     """
-    modules = [(module, name, _attributes(module)) for name, module in network.named_modules()]
+    modules = [(module, _attributes(module)) for module in network.modules()]
     replicas = []
     for number, place in enumerate(places):
         known: dict[int, Any] = dict(zip(map(id, followed), copies[number], strict=True))
@@ -100,9 +100,9 @@ def replicas_of(
             if number or buffer.device != place:
                 mine = buffer.detach().to(place, copy=True)
             known[id(buffer)] = mine
-        for module, name, _ in modules:
-            known[id(module)] = _shell(module, name)
-        for module, _, attributes in modules:
+        for module, _ in modules:
+            known[id(module)] = _shell(module)
+        for module, attributes in modules:
             _fill(known[id(module)], module, attributes, known)
         replicas.append(known[id(network)])
 
@@ -134,20 +134,11 @@ def _refuse_special(module: nn.Module, name: str) -> None:
             )
 
 
-def _shell(module: nn.Module, name: str) -> Any:
+def _shell(module: nn.Module) -> Any:
     """Return a module of the same type and attributes."""
-    kind = type(module)
-    if kind._replicate_for_data_parallel is nn.Module._replicate_for_data_parallel:
-        made = kind.__new__(kind)  # as that method does, in a tenth of the time
-        object.__setattr__(made, "__dict__", {**vars(module), "_is_replica": True})
-        return made
-
-    try:
-        return module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        raise InputError(
-            f"{name or kind.__name__} ({kind.__name__}) can't be replicated: {error}"
-        ) from error
+    made = object.__new__(type(module))
+    object.__setattr__(made, "__dict__", {**vars(module), "_is_replica": True})
+    return made
 
 
 def _fill(
