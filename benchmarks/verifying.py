@@ -87,7 +87,7 @@ def plain(name: str, strategy: str, settings: dict[str, Any]) -> None:
     for side in ("single", strategy):
         places = devices[:1] if side == "single" else devices
         given = Plain(job, choose(side, places), settings)
-        own += on_devices(_seconds, given, places, None, None, Display(quiet=True))
+        own += on_devices(_seconds, given, places, None, Display(quiet=True))
     print(own)
 
 

@@ -164,12 +164,10 @@ def test_stages_on_two_gpus_end_where_one_does(kind: str, way: str, tmp_path) ->
 
 @only_cuda
 def test_two_ranks_on_one_gpu_end_where_one_does(tmp_path) -> None:
-    # NCCL wants a device for each rank; gloo takes CUDA tensors too.
     job = ZOO["ignored tokens and tied weights"].replace(precision="fp64")
     here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
     twice: dict[str, Any] = {
         "devices": [Device(TYPE, 0)] * 2,
-        "backend": "gloo",
         "folder": tmp_path,
         "quiet": True,
     }

@@ -14,7 +14,6 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Devices
-from lockstep.launch.placement import check_backend
 from lockstep.run.run_folder import RunFolder
 from lockstep.run.stop_request import GRACE, StopRequest
 from lockstep.run.terminal import Display
@@ -35,7 +34,6 @@ def train(
     set: Mapping[str, Any] | None = None,
     resume: str | Path | None = None,
     folder: str | Path = "runs",
-    backend: str | None = None,
     profile: bool = False,
     quiet: bool | Literal["notes"] = False,
     audit: bool = False,
@@ -59,7 +57,6 @@ def train(
             ``folder`` that isn't at its end, or a new one. Ranks that torchrun has started again
             resume their run by themselves.
         folder: where the run's folder is made.
-        backend: of the process group, instead of the devices' own.
         profile: profile a few steps: a trace for each rank, and a table of where the time goes.
         quiet: print nothing; ``"notes"``: only notes, on standard error.
         audit: write down the samples of each step, for ``lockstep audit`` (see
@@ -101,7 +98,6 @@ def train(
             )
 
         chosen = _devices.parse(devices_for(strategy, devices))
-        check_backend(backend, chosen)
         planned = choose(strategy, () if torchrun else chosen)
         check_restarts(planned, chosen, restarts, torchrun=torchrun)
 
@@ -131,7 +127,7 @@ def train(
         restarted = None if torchrun else run
         try:
             with StopRequest(_has_begun, grace) as request:
-                summary, path = with_restarts(plan, chosen, backend, display, restarted, restarts)
+                summary, path = with_restarts(plan, chosen, display, restarted, restarts)
             if not summary:
                 request.raise_if_asked()
         except BaseException as error:

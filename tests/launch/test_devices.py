@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.errors import DeviceError
 from lockstep.launch import cores, devices
-from lockstep.launch.device_table import _ranges, _row, table
+from lockstep.launch.device_table import table
 from lockstep.launch.devices import Device, parse, slots
 
 HERE = devices.usable_cores()
@@ -127,91 +124,27 @@ def test_a_limit_of_the_environment_is_respected_and_said(
     assert said is None if note is None else said is not None and said.startswith(note)
 
 
-# ---- the cores near an accelerator ---------------------------------------------------------------
+# ---- ranks with accelerators ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[set[int], int]]:
-    """The cores and OpenMP threads of a rank's thread that was bound, for a card whose node has
-    these cores.
-    """
-    card = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(cores, "_SYSTEM", tmp_path)
-    folder = tmp_path / "bus" / "pci" / "devices" / "0001:3b:02.0"
-    folder.mkdir(parents=True)
-
-    def run(listed: str, ranks: int = 1, launcher: set[int] | None = None) -> tuple[set[int], int]:
-        (folder / "local_cpulist").write_text(listed + "\n")
-        found, own = [], os.sched_getaffinity
-
-        def rank() -> None:
-            cores.bind((Device("cuda", 0),), ranks)
-            found.append((own(0), torch.get_num_threads()))
-
-        def affinity(process: int) -> set[int]:
-            return launcher if launcher is not None and process == os.getppid() else own(process)
-
-        before = torch.get_num_threads()
-        monkeypatch.setattr(os, "sched_getaffinity", affinity)
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs cores to choose from")
+def test_ranks_on_cards_share_the_threads_of_openmp_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(ranks: int) -> int:
         torch.set_num_threads(len(HERE))
-        try:
-            thread = threading.Thread(target=rank)  # of which alone the cores are set
-            thread.start()
-            thread.join()
-        finally:
-            torch.set_num_threads(before)
-            monkeypatch.setattr(os, "sched_getaffinity", own)
-        return found[0]
+        cores.share_threads((Device("cuda", 0),), ranks)
+        return torch.get_num_threads()
 
-    return run
-
-
-linux = pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity") or len(HERE) < 2, reason="needs cores to choose from"
-)
-
-
-@linux
-def test_a_rank_is_bound_to_the_numa_node_of_its_card(
-    bound: Callable[..., tuple[set[int], int]],
-) -> None:
-    assert bound(f"{HERE[1]},4096-4099")[0] == {HERE[1]}
-    assert bound(f"{HERE[0]}-{HERE[1]}")[0] == {*range(HERE[0], HERE[1] + 1)} & {*HERE}
-    assert bound("4096-4099")[0] == {*HERE}, "none of its own is there"
-    assert bound("")[0] == {*HERE}, "the system doesn't say"
-
-
-@linux
-def test_what_the_launcher_has_bound_is_left_as_it_is(
-    bound: Callable[..., tuple[set[int], int]],
-) -> None:
-    assert bound(str(HERE[1]), launcher={*HERE, 4096}) == ({*HERE}, len(HERE))
-
-
-@linux
-def test_ranks_on_cards_share_the_threads_of_openmp_out(
-    bound: Callable[..., tuple[set[int], int]],
-) -> None:
-    assert bound(str(HERE[1]), ranks=len(HERE))[1] == 1
-    assert bound(str(HERE[1]), ranks=1)[1] == len(HERE)
-    assert bound(str(HERE[1]), ranks=4 * len(HERE), launcher={*HERE, 4096})[1] == len(HERE), (
-        "which are its alone"
-    )
-
-
-def test_a_card_whose_place_is_not_known_leaves_a_rank_its_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a card")
-    )
-    assert cores.near(Device("cuda", 0)) == HERE
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(cores, "bound_by_launcher", lambda cores: False)
+        assert threads(ranks=len(HERE)) == 1
+        assert threads(ranks=1) == len(HERE)
+        monkeypatch.setattr(cores, "bound_by_launcher", lambda cores: True)
+        assert threads(ranks=4 * len(HERE)) == len(HERE), "which are its alone"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_inventory_names_the_cores() -> None:
     assert f"{len(HERE)} core" in " ".join(table().split())
-    facts = ["NVIDIA H100 80GB HBM3", "79.1 GiB (78.5 GiB free)", "132 multiprocessors"]
-    rows = _row("cuda:0", [*facts, "number 0 here, 0 of the machine"])
-    assert len(rows) == 2 and max(map(len, rows)) <= 80
-    assert _ranges((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
+    assert max(map(len, table().splitlines())) <= 80

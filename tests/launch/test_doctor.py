@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.command import main
+from lockstep.errors import LockstepError
 from lockstep.launch import doctor
 from lockstep.launch.devices import slots
 
@@ -40,15 +41,19 @@ def test_json_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypat
     assert found == vars(lost)
 
 
-def test_a_backend_that_fails_is_named_with_what_to_do() -> None:
-    found = doctor._sum("nosuch", slots(2))
-    assert found.state == "wrong"
-    assert "nosuch" in found.text
+def test_ranks_that_fail_are_named_with_what_to_do(monkeypatch) -> None:
+    def fails(*args: object, **settings: object) -> None:
+        raise LockstepError("no address")
+
+    monkeypatch.setattr(doctor, "launch", fails)
+    found = doctor._sum(slots(2))
+    assert (found.state, found.text) == ("wrong", "no address")
+    assert "GLOO_SOCKET_IFNAME" in found.advice
 
 
 def test_a_sum_that_is_wrong(monkeypatch) -> None:
     monkeypatch.setattr(doctor, "launch", lambda *args, **settings: [3.0, 2.0])
-    found = doctor._sum("gloo", slots(2))
+    found = doctor._sum(slots(2))
     assert (found.state, found.text) == ("wrong", "a sum of 3 came out as [3.0, 2.0]")
 
 
@@ -81,10 +86,3 @@ def test_a_gpu_that_torch_does_not_find(monkeypatch) -> None:
     assert "built for the CPU only" in doctor._devices().advice
     monkeypatch.setattr("torch.version.cuda", "12.9")
     assert "CUDA 12.9" in doctor._devices().advice
-
-
-def test_a_container_with_a_part_of_the_cores(monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "_quota", lambda: 0.5)
-    found = doctor._threads()
-    assert found.state == "note"
-    assert "the container may use 0.5" in found.text

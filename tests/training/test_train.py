@@ -357,11 +357,6 @@ def test_a_function_that_returns_a_job_is_as_good_as_the_job(tmp_path: Path) -> 
         train(lambda: 3, folder=tmp_path, quiet=True)  # type: ignore[arg-type,return-value]
 
 
-def test_a_backend_that_does_not_fit_the_devices_is_refused() -> None:
-    with pytest.raises(lockstep.LockstepError, match="backend"):
-        train(classify(), devices="2xcpu", backend="nccl")
-
-
 def test_single_on_two_devices_and_a_strategy_that_does_not_exist_are_refused() -> None:
     with pytest.raises(StrategyError, match="single uses one device, not 2"):
         train(classify(), strategy="single", devices="2xcpu")

@@ -192,9 +192,6 @@ def add_placement(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)",
     )
     group.add_argument(
-        "--backend", help="the backend of the process group (default: nccl on CUDA, gloo elsewhere)"
-    )
-    group.add_argument(
         "--map",
         metavar="FILE_OR_JSON",
         help='which layer is on which device, for mp and pp: \'{"stem": 0, "layer3": 1}\' '

@@ -133,7 +133,6 @@ def _train(options: argparse.Namespace) -> Answer:
         devices=options.devices,
         resume=options.resume,
         folder=options.folder,
-        backend=options.backend,
         profile=options.profile,
         quiet=options.quiet and "notes",
         audit=options.audit,
@@ -408,7 +407,6 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "strategy": strategy_in(options),
         "devices": options.devices,
-        "backend": options.backend,
         "best": options.best,
         "weights": options.weights,
         "job_parameters": job_parameters_in(options),

@@ -44,7 +44,6 @@ def launch(
     devices: Devices = "auto",
     args: Iterable[Any] = (),
     *,
-    backend: str | None = None,
     folder: str | Path | None = None,
     on_event: Callable[[int, Any], None] | None = None,
     on_output: Callable[[str, str], None] | None = None,
@@ -62,7 +61,6 @@ def launch(
         fn: any function, lambdas and those of a notebook included; what it refers to goes with it.
         devices: as in `lockstep.launch.devices`.
         args: further arguments of ``fn``, the same on every rank.
-        backend: of the process group, instead of the devices' own.
         folder: where the run keeps its files; what rank N > 0 prints goes to ``ranks/N.log`` in it.
         on_event: called in this process with (rank, event) for each ``world.emit(event)``.
         on_output: called with (text, "stdout" or "stderr") for the lines that rank 0 prints,
@@ -91,7 +89,7 @@ def launch(
         chosen = started_ranks.devices_of_this_rank(chosen, devices_per_rank)
         if started_ranks.place().size > 1:
             return started_ranks.run(
-                fn, chosen, args, backend=backend, folder=folder, on_event=on_event, timeout=timeout
+                fn, chosen, args, folder=folder, on_event=on_event, timeout=timeout
             )
     if devices_per_rank < 1 or len(chosen) % devices_per_rank:
         from lockstep.errors import DeviceError
@@ -111,7 +109,6 @@ def launch(
         fn,
         chosen,
         args,
-        backend=backend,
         folder=folder,
         on_event=on_event,
         on_output=on_output,

@@ -1,11 +1,10 @@
-"""The cores and the computing threads of a device: thread limits, pinning to cores, NUMA nodes."""
+"""The cores and the computing threads of a device: thread limits, pinning to cores."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -70,9 +69,6 @@ def pin(device: Device) -> None:
             os.sched_setaffinity(0, device.cores)
 
 
-_SYSTEM = Path("/sys")
-
-
 def bound_by_launcher(cores: Sequence[int]) -> bool:
     """Return whether what started this process gave it only these of its own cores: they are this
     process's alone.
@@ -83,31 +79,8 @@ def bound_by_launcher(cores: Sequence[int]) -> bool:
         return False
 
 
-def near(device: Device) -> tuple[int, ...]:
-    """Return this thread's cores on the NUMA node of an accelerator; all of them where none is
-    there, or the node isn't known.
-    """
-    mine = usable_cores()
-    try:
-        facts = torch.get_device_module(device.torch).get_device_properties(device.index)
-        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-        path = _SYSTEM / "bus/pci/devices" / address / "local_cpulist"
-        its: set[int] = set()
-        for part in path.read_text().strip().split(","):  # 0-7,32-39
-            ends = part.split("-")
-            its.update(range(int(ends[0]), int(ends[-1]) + 1))
-    except (AttributeError, RuntimeError, OSError, ValueError):
-        return mine
-    return tuple(core for core in mine if core in its) or mine
-
-
-def bind(devices: Sequence[Device], ranks: int) -> None:
-    """Keep a rank's threads on its accelerators' NUMA nodes, as many of OpenMP's as are its part of
-    the cores.
-
-    Linux gives a thread memory of the node it runs on, so buffers that are filled or pinned here
-    come to lie there, too. What the launcher has bound is left as it is. To be called when the
-    process group exists, as ``pin``.
+def share_threads(devices: Sequence[Device], ranks: int) -> None:
+    """Give a rank with accelerators its part of the cores as computing threads.
 
     Args:
         devices: the rank's; CPU devices have cores of their own (``pin``).
@@ -116,12 +89,8 @@ def bind(devices: Sequence[Device], ranks: int) -> None:
     if devices[0].is_slot:
         return
     cores = usable_cores()
-    is_bound = bound_by_launcher(cores)
-    mine = len(cores) if is_bound else len(cores) // ranks
+    mine = len(cores) if bound_by_launcher(cores) else len(cores) // ranks
     torch.set_num_threads(max(1, min(torch.get_num_threads(), mine)))
-    if not is_bound and hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, {core for device in devices for core in near(device)})
 
 
 @contextlib.contextmanager

@@ -5,10 +5,8 @@ that was taken on it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import platform
-import shutil
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -22,41 +20,24 @@ from lockstep.launch.layout import Layout
 
 
 def table() -> str:
-    """Name, memory, cores, both numbers (inside ``CUDA_VISIBLE_DEVICES`` and of the machine),
-    and links where known.
-    """
-    lines = []
+    """Return the name and the memory of each accelerator, and of the CPU with its cores."""
+    rows = []
     here = accelerators()
     for device in here:
-        lines += _row(str(device), _facts(device))
-    cores = usable_cores()
-    many = "numbers" if len(cores) > 1 else "number"
-    slots = f"up to {len(cores)} CPU devices" if len(cores) > 1 else "1 CPU device"
-    mine = f"{counted(len(cores), 'core')} ({many} {_ranges(cores)})"
-    lines += _row("cpu", [_processor(), _gib(_host_memory()), f"{mine}, {slots}"])
+        rows.append([str(device), _name(device)])
+        with contextlib.suppress(RuntimeError, AttributeError):  # not each type of device tells
+            free, whole = torch.accelerator.get_memory_info(device.torch)
+            rows[-1].append(f"{_gib(whole)} ({_gib(free)} free)")
+    cores = len(usable_cores())
+    slots = f"up to {counted(cores, 'CPU device')}"
+    rows.append(["cpu", _processor(), _gib(_host_memory()), f"{counted(cores, 'core')}, {slots}"])
+    lines = []
+    for name, *facts in rows:
+        text = "  ".join([f"{name:8}", *facts])
+        lines += textwrap.wrap(text, 80, subsequent_indent=" " * 10)
     if not here:
         lines.append("no accelerator: --devices 2 means two CPU devices, which share its cores")
-    links = _links(here)
-    return "\n".join([*lines, *links])
-
-
-def _row(name: str, facts: Sequence[str]) -> list[str]:
-    """Return a device's row of the table, in as many lines as the terminal needs."""
-    width = shutil.get_terminal_size().columns
-    text = "  ".join([f"{name:8}", *facts])
-    return textwrap.wrap(text, width, subsequent_indent=" " * 10)
-
-
-def _facts(device: Device) -> list[str]:
-    found = [_name(device)]
-    with contextlib.suppress(RuntimeError, AttributeError):  # not each type of device tells
-        free, whole = torch.accelerator.get_memory_info(device.torch)
-        found.append(f"{_gib(whole)} ({_gib(free)} free)")
-    if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device.index)
-        found.append(f"{facts.multi_processor_count} multiprocessors")
-        found.append(f"number {device.index} here, {_physical(device.index)} of the machine")
-    return found
+    return "\n".join(lines)
 
 
 def _name(device: Device) -> str:
@@ -64,25 +45,6 @@ def _name(device: Device) -> str:
         return str(torch.get_device_module(device.torch).get_device_name(device.index))
     except AttributeError:
         return device.type
-
-
-def _physical(index: int) -> str:
-    """Return the device's number before ``CUDA_VISIBLE_DEVICES`` picked and renumbered."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
-    numbers = [word for word in visible.split(",") if word]
-    return numbers[index] if index < len(numbers) else str(index)
-
-
-def _links(here: tuple[Device, ...]) -> list[str]:
-    """Return a line on which CUDA devices reach one another's memory, where there are several."""
-    cuda = [device for device in here if device.type == "cuda"]
-    if len(cuda) < 2:
-        return []
-    direct = []
-    for one, other in itertools.combinations(cuda, 2):
-        if torch.cuda.can_device_access_peer(one.index, other.index):
-            direct.append(f"{one}-{other}")
-    return [f"direct links: {', '.join(direct) or 'none'}"]
 
 
 def _processor() -> str:
@@ -99,17 +61,6 @@ def _host_memory() -> int:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """``0-3,8`` for 0, 1, 2, 3, 8."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and parts[-1][-1] == n - 1:
-            parts[-1][1:] = [n]
-        else:
-            parts.append([n])
-    return ",".join("-".join(str(n) for n in part) for part in parts)
 
 
 def machine() -> dict[str, Any]:

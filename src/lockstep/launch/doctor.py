@@ -7,7 +7,6 @@ writes a file and removes the file again.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -23,22 +22,14 @@ import torch.distributed as dist
 
 from lockstep.errors import LockstepError, counted, first_line
 from lockstep.launch import launch
-from lockstep.launch.cores import near, note_on_threads
+from lockstep.launch.cores import note_on_threads
 from lockstep.launch.devices import Device, accelerators, slots, usable_cores
+from lockstep.launch.processes.group import default_backend
 from lockstep.launch.world import World
 from lockstep.tensors.byte_size import size
 from lockstep.version import versions
 
 State = Literal["ok", "note", "wrong"]
-
-_EXTRAS = {
-    "tensorboard": "tensorboard",
-    "torchmetrics": "metrics",
-    "matplotlib": "report",
-    "jinja2": "report",
-    "onnx": "export",
-}
-"""Packages that some commands need, and the extra that installs each."""
 
 _ELEMENTS = 1 << 20
 """Numbers that the ranks sum: 4 MiB, more than a small container's shared memory has to spare."""
@@ -89,29 +80,12 @@ def findings(folder: Path) -> Iterator[Finding]:
         folder: where runs are kept.
     """
     yield Finding("versions", "ok", versions())
-    yield _extras()
     yield _devices()
     yield from _process_groups()
     yield _shared_memory()
     yield _disk(folder)
     yield _threads()
-    yield from _nodes()
-
-
-def _extras() -> Finding:
-    found = []
-    missing = []
-    for package, extra in _EXTRAS.items():
-        if importlib.util.find_spec(package) is None:
-            missing.append(extra)
-        else:
-            found.append(package)
-    if not missing:
-        return Finding("optional packages", "ok", ", ".join(found))
-    text = f"installed: {', '.join(found) or 'none'}"
-    extras = ",".join(dict.fromkeys(missing))
-    advice = f'those that are not: pip install "torch-lockstep[{extras}]"'
-    return Finding("optional packages", "note", text, advice)
+    yield _nodes()
 
 
 def _devices() -> Finding:
@@ -133,20 +107,20 @@ def _devices() -> Finding:
 
 def _process_groups() -> Iterator[Finding]:
     """Sum tensors over two ranks with each backend that this machine can use."""
-    yield _sum("gloo", slots(2))
-    gpus = [device for device in accelerators() if device.type == "cuda"]
-    if len(gpus) > 1:
-        yield _sum("nccl", gpus)
+    yield _sum(slots(2))
+    if len(accelerators()) > 1:
+        yield _sum(accelerators())
 
 
-def _sum(backend: str, devices: Sequence[Device]) -> Finding:
+def _sum(devices: Sequence[Device]) -> Finding:
+    backend = default_backend(devices[0])
     name = f"ranks by {backend}"
     begun = time.monotonic()
     try:
-        sums = launch(_rank_sum, list(devices), backend=backend, timeout=_SECONDS)
+        sums = launch(_rank_sum, list(devices), timeout=_SECONDS)
     except LockstepError as error:
         advice = "a firewall, or a network interface that is down: set GLOO_SOCKET_IFNAME=lo"
-        if backend == "nccl":
+        if backend != "gloo":
             advice = "run it again with NCCL_DEBUG=INFO, which names what failed"
         return Finding(name, "wrong", first_line(error), advice)
     seconds = time.monotonic() - begun
@@ -205,35 +179,15 @@ def _disk(folder: Path) -> Finding:
 def _threads() -> Finding:
     cores = len(usable_cores())
     text = f"{counted(cores, 'core')}, torch computes with {torch.get_num_threads()}"
-    quota = _quota()
-    if quota is not None and quota < cores:
-        advice = "more threads than that wait: give the container more CPU, or set OMP_NUM_THREADS"
-        return Finding("threads", "note", f"{text}; the container may use {quota:g}", advice)
     note = note_on_threads(slots(1)[0])
     if note is not None:
         return Finding("threads", "note", text, note)
     return Finding("threads", "ok", text)
 
 
-def _quota() -> float | None:
-    """Return the CPUs that a control group leaves this process; None where there is no limit."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) / int(period)
-
-
-def _nodes() -> Iterator[Finding]:
-    """Tell which cores are near each accelerator, where the machine has several NUMA nodes."""
+def _nodes() -> Finding:
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if nodes < 2:
-        yield Finding("NUMA", "ok", "one node")
-        return
-    cores = usable_cores()
-    far = [str(device) for device in accelerators() if near(device) == cores]
-    if far:
-        advice = "bind the process to the node of its device: numactl --cpunodebind"
-        yield Finding("NUMA", "note", f"{nodes} nodes; unknown for {', '.join(far)}", advice)
-        return
-    yield Finding("NUMA", "ok", f"{nodes} nodes; each rank computes near its device")
+        return Finding("NUMA", "ok", "one node")
+    advice = "bind each process to the node of its device: torchrun --numa-binding, or numactl"
+    return Finding("NUMA", "note", f"{nodes} nodes", advice)

@@ -8,9 +8,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from lockstep.errors import DeviceError
 from lockstep.launch import launch, started_as_rank
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World, lone, not_within_a_rank
@@ -21,28 +18,10 @@ from lockstep.tensors.seeding import kept_states
 T = TypeVar("T")
 
 
-def check_backend(backend: str | None, devices: tuple[Device, ...]) -> None:
-    """Refuse a backend of the process group that this torch hasn't got, or that isn't for these
-    devices.
-    """
-    if backend is None:
-        return
-    if not dist.is_backend_available(backend):
-        raise DeviceError(
-            f'backend "{backend}" isn\'t in this build of PyTorch: leave --backend out, or take '
-            "gloo"
-        )
-    if backend == "nccl" and devices[0].type != "cuda":
-        raise DeviceError(
-            f"backend nccl is for CUDA devices, not {devices[0]}: leave --backend out, or take gloo"
-        )
-
-
 def on_devices(
     function: Callable[[World, Any], T],
     argument: Any,
     devices: tuple[Device, ...],
-    backend: str | None,
     folder: str | None,
     display: Display,
     timeout: float = 1800.0,
@@ -64,7 +43,6 @@ def on_devices(
         function,
         devices,
         (argument,),
-        backend=backend,
         folder=folder,
         on_event=lambda rank, event: display.show(event),
         on_output=display.output,

@@ -178,7 +178,6 @@ def run(
     devices: tuple[Device, ...],
     args: tuple[Any, ...],
     *,
-    backend: str | None,
     folder: str | None,
     on_event: Callable[[int, Any], None] | None,
     timeout: float,
@@ -190,7 +189,7 @@ def run(
     if on_event is not None:
         world.emit = lambda event: on_event(world.rank, event)
     try:
-        _join(world, backend=backend, timeout=timeout)
+        _join(world, timeout)
         with world.at_end:
             result = fn(world, *args)
         # By value, so that results may be of classes that only the script knows.
@@ -221,13 +220,13 @@ def stay(devices: tuple[Device, ...]) -> World:
     return world
 
 
-def _join(world: World, *, backend: str | None = None, timeout: float = 1800.0) -> None:
+def _join(world: World, timeout: float = 1800.0) -> None:
     """Join the others; a process group that a person has made is taken as it is."""
     if dist.is_initialized():
         group.adopt(world)
     else:
         _choose_interface(world.nodes)
-        group.join(world, _store(timeout), backend=backend, timeout=timeout)
+        group.join(world, _store(timeout), timeout)
 
 
 def _choose_interface(nodes: int) -> None:

@@ -37,7 +37,7 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch.devices import Devices
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.launch.placement import check_backend, on_devices
+from lockstep.launch.placement import on_devices
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.prediction.jsonl_file import merge, write_lines
@@ -81,7 +81,6 @@ def predict(
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = "auto",
-    backend: str | None = None,
     best: bool = False,
     weights: str | Path | None = None,
     overwrite: bool = False,
@@ -107,7 +106,6 @@ def predict(
             bfloat16: it becomes float32 there.
         strategy: as in ``train``; the values are the same under any.
         devices: as in ``train``.
-        backend: as in ``train``.
         best: take the weights of the best evaluation.
         weights: take another safetensors file: in the run's folder (``"ema.safetensors"``), or else
             by its path.
@@ -141,7 +139,6 @@ def predict(
     its = with_settings(its, settings, predict)
 
     chosen = _devices.parse(devices_for(strategy, devices))
-    check_backend(backend, chosen)
     check_name(data)
     spread = started_as_rank() and started_ranks.place().size > 1
     if out is None and spread:
@@ -164,7 +161,7 @@ def predict(
 
     try:
         with Display(quiet=quiet) as display:
-            made = on_devices(predict_on, plan, chosen, backend, None, display)
+            made = on_devices(predict_on, plan, chosen, None, display)
             if target is None:
                 assert folder is not None
                 form, arrays = made

@@ -15,7 +15,7 @@ from lockstep.job import Job
 from lockstep.jobfile import AnyJob, JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Devices
-from lockstep.launch.placement import check_backend, on_devices
+from lockstep.launch.placement import on_devices
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.run.terminal import Display
@@ -38,7 +38,6 @@ def evaluate(
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = "auto",
-    backend: str | None = None,
     best: bool = False,
     weights: str | Path | None = None,
     job_parameters: Mapping[str, Any] | None = None,
@@ -52,7 +51,6 @@ def evaluate(
         what: a Run or the path of its folder; a Job or the path of a job file.
         strategy: as in ``train``; the values are the same under any.
         devices: as in ``train``.
-        backend: as in ``train``.
         best: take the weights of the best evaluation.
         weights: take another safetensors file of a run: in its folder (``"ema.safetensors"``), or
             else by its path.
@@ -87,10 +85,9 @@ def evaluate(
 
     evaluated = with_settings(evaluated, {"eval_batches": None, **settings}, evaluate)
     chosen = _devices.parse(devices_for(strategy, devices))
-    check_backend(backend, chosen)
     plan = _Evaluation(evaluated, choose(strategy, chosen), file)
     with Display() as display:
-        return on_devices(evaluate_on, plan, chosen, backend, None, display)
+        return on_devices(evaluate_on, plan, chosen, None, display)
 
 
 def _is_job_file(path: str | Path) -> bool:

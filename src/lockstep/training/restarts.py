@@ -57,7 +57,6 @@ _NEVER = 1e7
 def with_restarts(
     plan: Plan,
     devices: tuple[Device, ...],
-    backend: str | None,
     display: Display,
     run: RunFolder | None,
     restarts: int,
@@ -67,7 +66,6 @@ def with_restarts(
     Args:
         plan: what to train.
         devices: a rank for each, or several.
-        backend: of the ranks.
         display: shows what is logged.
         run: the folder of the run; None where others start lost ranks again.
         restarts: how many times ranks are started again.
@@ -82,7 +80,7 @@ def with_restarts(
     number = 0
     while True:
         try:
-            return on_devices(train_on, plan, devices, backend, plan.folder, display, longest)
+            return on_devices(train_on, plan, devices, plan.folder, display, longest)
         except Lost as error:
             if run is None:
                 raise

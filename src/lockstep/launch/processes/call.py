@@ -48,7 +48,6 @@ class Setup:
         modes: the caller's.
         rendezvous: the file where the ranks meet; no other launch has it. None for workers, which
             don't meet.
-        backend: of the process group, or None for the device's own.
         folder: where the run keeps its files, or None.
         timeout: seconds after which a collective gives up.
         devices_per_rank: neighbours.
@@ -60,7 +59,6 @@ class Setup:
     devices: tuple[Device, ...]
     modes: Modes
     rendezvous: str | None = None
-    backend: str | None = None
     folder: str | None = None
     timeout: float = 1800.0
     devices_per_rank: int = 1

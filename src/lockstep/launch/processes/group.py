@@ -22,9 +22,7 @@ def default_backend(device: Device) -> str:
     return str(dist.get_default_backend_for_device(device.torch))
 
 
-def join(
-    world: World, store: Store, *, backend: str | None = None, timeout: float = 1800.0
-) -> None:
+def join(world: World, store: Store, timeout: float = 1800.0) -> None:
     """Join the process group of ``world`` and make it the current world.
 
     The computing thread gets its device's thread limit at once, and is pinned only when the group
@@ -33,14 +31,13 @@ def join(
     device = world.device
     place = place_of(world.devices)
     cores.settle(place)
-    world.backend = backend or default_backend(device)
+    world.backend = backends = world.backend or default_backend(device)
     patience = datetime.timedelta(seconds=timeout)
     store.set_timeout(patience)
-    backends = world.backend
-    if device.type != "cpu" and backends != "gloo" and ":" not in backends:
+    if world.backend != "gloo":
         # what the host waits for goes over the CPU: NCCL's collectives don't hold the host
         backends = f"cpu:gloo,{device.type}:{backends}"
-    is_bound = "nccl" in world.backend and len(world.devices) == 1
+    is_bound = world.backend == "nccl" and len(world.devices) == 1
     dist.init_process_group(
         backends,
         store=store,
@@ -51,7 +48,7 @@ def join(
     )
     world.barrier()
     cores.pin(place)
-    cores.bind(world.devices, world.local_size)
+    cores.share_threads(world.devices, world.local_size)
     enter(world)
 
 
