@@ -16,7 +16,7 @@ from lockstep.errors import InputError, StrategyError, counted
 from lockstep.launch import devices as _devices
 from lockstep.launch import here
 from lockstep.launch.devices import Devices
-from lockstep.launch.hang_report import Watch, is_watched
+from lockstep.launch.hang_report import Watch
 from lockstep.launch.world import World
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat, Line
@@ -94,7 +94,7 @@ def parallelize(
     step = chosen.prepare(recipe, world)
     step.own_loop = True
     world.in_step = world.in_step or step.together
-    if world.size > 1 and not is_watched():
+    if world.size > 1 and not world.is_watched:
         Watch(world, always=False).__enter__()  # for as long as the process lives
     step.caveats = functools.partial(chosen.caveats, recipe, model, step.replicas)
     step.caveats_in_parts = functools.partial(_in_parts, chosen, recipe, model, step.replicas)

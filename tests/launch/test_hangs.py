@@ -125,7 +125,7 @@ def test_a_loader_that_hangs(own: Path, monkeypatch, capfd) -> None:
 def test_a_thread_of_one_process_that_hangs(own: Path, strategy: str, monkeypatch, capfd) -> None:
     said = ended(own, monkeypatch, capfd, "thread cpu:1 4", strategy)
     assert re.search(
-        r"the thread of cpu:1 is in step 4, at own.py, line \d+, in hangs",
+        r"this process is in step 4, at own.py, line \d+, in hangs",
         said,
     )
 
@@ -165,7 +165,7 @@ def test_a_stopped_process_is_named_and_the_run_is_ended(own: Path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_run_that_is_slow_but_steady_is_left_alone(own: Path, monkeypatch, capfd) -> None:
-    """Each step takes longer than the report waits for; ten usual ones are more."""
+    """Each step takes longer than the report waits for; ten of the longest are more."""
     monkeypatch.setenv("HANG", "slow")
     train(JobFile("own.py"), strategy="ddp", devices="2xcpu", steps=5, timeout=30)
     out, err = capfd.readouterr()
@@ -242,25 +242,6 @@ def test_in_a_loop_of_one_s_own_a_rank_that_others_wait_for_is_named(own: Path, 
     assert re.search(says, capfd.readouterr().err)
 
 
-@pytest.mark.slow
-def test_dataparallel_says_which_replica_it_waits_for(own: Path, capfd) -> None:
-    class Net(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x[0, 0] > 4:
-                time.sleep(4)
-            return super().forward(x)
-
-    net = lockstep.parallel.DataParallel(Net(2, 2), "2xcpu")
-    net(torch.arange(8.0).view(4, 2))
-    net(torch.tensor([[0.0, 0.0], [9.0, 0.0]]))
-    said = capfd.readouterr().err
-    assert re.search(
-        r"lockstep: \d threads? of replicas have not finished for 1 s: .*that of cpu:1 is at "
-        r"test_hangs.py",
-        said,
-    )
-
-
 def test_the_headline() -> None:
     def one(rank: int, collectives: int, waits: str = "") -> Account:
         return Account(rank, 7, collectives, waits, 31.0, "a.py, line 3, in f")
@@ -286,7 +267,7 @@ def test_the_watch_costs_nothing_that_shows(own: Path, monkeypatch) -> None:
     train(JobFile("own.py"), devices="1xcpu", quiet=True)
 
 
-def test_the_timeout_ends_a_training_whose_report_fails(monkeypatch, capfd) -> None:
+def test_the_timeout_ends_a_training_whose_report_fails(monkeypatch) -> None:
     """Found by review: one report that failed ended the thread that enforces the timeout."""
 
     def fails(*of: object) -> Account:
@@ -302,7 +283,6 @@ def test_the_timeout_ends_a_training_whose_report_fails(monkeypatch, capfd) -> N
             time.sleep(0.01)
     assert isinstance(ended[0], Lost)
     assert str(ended[0]).endswith("which is --timeout: the report failed: ValueError('bad frame')")
-    assert capfd.readouterr().err.count("bad frame") == 1
 
 
 def test_the_error_is_one_that_restarts_take(own: Path) -> None:

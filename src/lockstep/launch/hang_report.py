@@ -3,9 +3,10 @@
 Each process has a thread that compares the process's step, collectives and beats (`World.beat`)
 once a second with those of the last second. The training itself does nothing for that::
 
-    30 s, or ten usual steps, without progress ──> each rank leaves its account in the store of the
-                                                   process group; the first of them reports
-    ``timeout`` without progress               ──> the run ends
+    30 s without progress, or ten of the longest pauses so far
+                                 ──> each rank leaves its account in the store of the process group;
+                                     the first of them reports
+    ``timeout`` without progress ──> the run ends
 
 The seconds are those in which this thread was awake, so a training that was suspended may go on.
 """
@@ -20,15 +21,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from lockstep.errors import Lost, counted, is_own_code
+from lockstep.errors import Lost, is_own_code
 from lockstep.launch.world import COLLECTIVES, World
 
 _LOOK = 1.0
@@ -37,17 +37,11 @@ _LOOK = 1.0
 _ANSWERS = 2.5 * _LOOK
 """Seconds in which the other ranks leave their accounts."""
 
-_USUAL_STEPS = 10
-"""A report waits for as long as this many steps have taken."""
+_PAUSES = 10
+"""A report waits for as long as this many of the longest pauses so far, between two updates."""
 
 
-def report_after() -> float:
-    """Return the seconds without progress after which there is a report."""
-    return float(os.environ.get("LOCKSTEP_HANG_REPORT_AFTER", 30))
-
-
-@dataclass
-class Account:
+class Account(NamedTuple):
     """What one rank is doing.
 
     Attributes:
@@ -57,7 +51,6 @@ class Account:
         waits: what it waits for: ``"all_reduce 12"``, ``"backward"``; "" where it computes.
         seconds: since its last progress.
         where: the line of the person's code that it is at.
-        thread: the device of the thread that computes; "" for the training's own thread.
         stacks: of all its threads.
     """
 
@@ -67,7 +60,6 @@ class Account:
     waits: str
     seconds: float
     where: str
-    thread: str = ""
     stacks: str = ""
 
     def line(self) -> str:
@@ -79,54 +71,18 @@ class Account:
 
 def account(world: World, seconds: float) -> Account:
     """Return the account of this process."""
-    threads = _threads()
-    busy = _computing(threads)
-    training = next((frame for one, frame in threads if one.ident == world.thread), None)
-    stacks = [
-        f"\n==== rank {world.rank}, {thread.name}\n{''.join(traceback.format_stack(frame))}"
-        for thread, frame in threads
-    ]
-    found = Account(
-        rank=world.rank,
-        step=world.step,
-        collectives=world.collectives,
-        waits="" if busy else _waits(training, world),
-        seconds=seconds,
-        where=_where(training),
-        stacks="".join(stacks),
-    )
-    if busy:
-        thread, frame = busy[0]
-        found.thread = _device_of(thread)
-        found.where = _where(frame)
-    return found
-
-
-def _threads() -> list[tuple[threading.Thread, FrameType]]:
-    """Return the threads of this process, with their innermost frames; not the calling one."""
     frames = sys._current_frames()
-    here = threading.get_ident()
-    return [
-        (thread, frames[thread.ident])
-        for thread in threading.enumerate()
-        if thread.ident in frames and thread.ident != here
-    ]
-
-
-def _computing(
-    threads: list[tuple[threading.Thread, FrameType]],
-) -> list[tuple[threading.Thread, FrameType]]:
-    """Return the threads of replicas and stages that neither are idle nor wait for another one."""
-    found = []
-    for thread, frame in threads:
-        waits = frame.f_code.co_name == "_work" or frame.f_code.co_filename == threading.__file__
-        if thread.name.startswith("lockstep ") and not waits:
-            found.append((thread, frame))
-    return found
-
-
-def _device_of(thread: threading.Thread) -> str:
-    return thread.name.removeprefix("lockstep ")
+    training = frames.get(world.thread)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    # those of replicas and stages, for which the training's own thread waits, are the first
+    computing = [frames[one] for one in frames if names.get(one, "").startswith("lockstep ")]
+    where = _where([*computing, training])
+    waits = _waits(training, world)
+    stacks = ""
+    for one, frame in frames.items():
+        text = "".join(traceback.format_stack(frame))
+        stacks += f"\n==== rank {world.rank}, {names.get(one)}\n{text}"
+    return Account(world.rank, world.step, world.collectives, waits, seconds, where, stacks)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -151,15 +107,15 @@ def _waits(frame: FrameType | None, world: World) -> str:
     return ""
 
 
-def _where(frame: FrameType | None) -> str:
-    """Return the innermost line of the person's code, or else the innermost line."""
-    if frame is None:
-        return "?"
-    shown = frame
-    for one in _stack(frame):
+def _where(frames: list[FrameType | None]) -> str:
+    """Return the innermost line of the person's code, or else that of the last thread."""
+    shown = frames[-1]
+    for one in (one for frame in frames for one in _stack(frame)):
         if is_own_code(one.f_code.co_filename):
             shown = one
             break
+    if shown is None:
+        return "?"
     file = Path(shown.f_code.co_filename).name
     return f"{file}, line {shown.f_lineno}, in {shown.f_code.co_name}"
 
@@ -179,8 +135,7 @@ def headline(accounts: Mapping[int, Account], missing: Mapping[int, str]) -> str
         )
     found = [accounts[rank] for rank in sorted(accounts)]
     if len(found) == 1:
-        who = f"the thread of {found[0].thread}" if found[0].thread else "this process"
-        return f"{who} is {found[0].line()}"
+        return f"this process is {found[0].line()}"
     waiting = [one for one in found if one.waits]
     computing = [one for one in found if not one.waits]
     if not computing and len({one.waits for one in waiting}) > 1:
@@ -218,19 +173,16 @@ class Watch:
         self._over = threading.Event()
         self._store: Any = HashStore()
         self._asked = 0
-        self._awake = 0.0
         self._idle = 0.0
         self._due = 0.0
+        self._longest = 0.0
         self._last = self._progress()
-        self._first_step = 0
-        self._first_awake = 0.0
         self._headline = ""
         self._reports = False
 
     def __enter__(self) -> Watch:
-        global _watches
-        _watches += 1
         world = self._world
+        world.is_watched = True
         world.thread = threading.get_ident()
         if world.size > 1:
             store: Any = dist.distributed_c10d._get_default_store()
@@ -241,8 +193,7 @@ class Watch:
         return self
 
     def __exit__(self, *of_an_error: object) -> None:
-        global _watches
-        _watches -= 1
+        self._world.is_watched = False
         self._over.set()
 
     def _run(self) -> None:
@@ -251,7 +202,8 @@ class Watch:
             try:
                 self._look()
             except Exception as error:  # a report that fails must not end what it reports on
-                self._note_failure(error)
+                self._headline = f"the report failed: {error!r}"
+                self._reports = True
             if self._headline and self._reports and self._is_too_long():
                 text = f"no progress for {self._idle:.0f} s, which is --timeout: {self._headline}"
                 self._world.fail(Lost(text))
@@ -259,49 +211,34 @@ class Watch:
 
     def _look(self) -> None:
         """Compare the progress with that of the last look, and report where there is none."""
-        self._awake += _LOOK
         self._idle += _LOOK
         now = self._progress()
         if now != self._last:
+            if self._last[0] > 1:  # the first update compiles and imports
+                self._longest = max(self._longest, self._idle)
             self._last = now
-            self._note_progress()
-        after = self._patience()
+            self._idle = 0.0
+            self._due = 0.0
+            self._headline = ""
+        usual = float(os.environ.get("LOCKSTEP_HANG_REPORT_AFTER", 30))
+        after = max(usual, _PAUSES * self._longest)
         is_due = self._idle >= max(after, self._due) or self._is_too_long()
         if is_due and not self._headline:
             self._due = self._idle + after
             self._ask(after)
         elif self._store.check([f"lockstep/hang/{self._asked}"]):  # another rank has asked
-            self._leave(account(self._world, self._idle))
+            self._leave()
 
     def _is_too_long(self) -> bool:
         return 0 < self._timeout <= self._idle
 
-    def _note_failure(self, error: Exception) -> None:
-        """Log that the report failed, once, and let the timeout end the training all the same."""
-        if not self._headline:
-            self._headline = f"the report failed: {error!r}"
-            self._reports = True
-            os.write(2, f"lockstep: no progress, and {self._headline}\n".encode())
-
-    def _note_progress(self) -> None:
-        self._idle = 0.0
-        self._due = 0.0
-        self._headline = ""
-        if self._first_step <= 1:
-            self._first_step = self._world.step
-            self._first_awake = self._awake
-
-    def _patience(self) -> float:
-        """Return the seconds without progress after which a report is due."""
-        seconds = self._awake - self._idle - self._first_awake
-        steps = self._world.step - self._first_step
-        return max(report_after(), _USUAL_STEPS * seconds / max(steps, 1))
-
     def _progress(self) -> tuple[int, int, int]:
         return self._world.step, self._world.collectives, self._world.beats
 
-    def _leave(self, mine: Account) -> None:
-        self._store.set(f"lockstep/hang/{self._asked}/{mine.rank}", json.dumps(asdict(mine)))
+    def _leave(self) -> None:
+        """Leave this rank's account."""
+        mine = account(self._world, self._idle)
+        self._store.set(f"lockstep/hang/{self._asked}/{mine.rank}", json.dumps(mine))
         self._asked += 1
 
     def _ask(self, after: float) -> None:
@@ -309,7 +246,7 @@ class Watch:
         number = self._asked
         self._store.set(f"lockstep/hang/{number}", "")
         progress = self._progress()
-        self._leave(account(self._world, self._idle))
+        self._leave()
         if self._world.size > 1:
             self._over.wait(_ANSWERS)
         if self._over.is_set() or self._progress() != progress:
@@ -332,7 +269,7 @@ class Watch:
             key = f"lockstep/hang/{number}/{rank}"
             process = f"lockstep/process/{rank}"
             if self._store.check([key]):
-                accounts[rank] = Account(**json.loads(self._store.get(key)))
+                accounts[rank] = Account(*json.loads(self._store.get(key)))
             elif self._store.check([process]):
                 missing[rank] = self._store.get(process).decode()
             else:
@@ -340,7 +277,7 @@ class Watch:
         return accounts, missing
 
     def _report(self, accounts: Mapping[int, Account], missing: Mapping[int, str]) -> None:
-        """Show a line for each rank, and write them with the stacks."""
+        """Print a line for each rank, and write them with the stacks."""
         lines = [f"no progress for {self._idle:.0f} s: {self._headline}"]
         lines += [f"      rank {rank}: {one.line()}" for rank, one in accounts.items()]
         lines += [f"      rank {rank}: {process}" for rank, process in missing.items()]
@@ -351,22 +288,3 @@ class Watch:
                 path.write_text(text)
                 lines.append(f"      all stacks: {path}")
         self._world.print("\n".join(lines))
-
-
-_watches = 0
-
-
-def is_watched() -> bool:
-    """Return whether a training in this process is watched."""
-    return _watches > 0
-
-
-def threads_line(seconds: float) -> str:
-    """Return a line on the threads that this one waits for, where no training is watched."""
-    busy = _computing(_threads())
-    each = "; ".join(
-        f"that of {_device_of(thread)} is at {_where(frame)}" for thread, frame in busy
-    )
-    return (
-        f"{counted(len(busy), 'thread')} of replicas have not finished for {seconds:.0f} s: {each}"
-    )

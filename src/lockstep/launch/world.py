@@ -103,6 +103,7 @@ class World:
         thread: that in which the training runs.
         collectives, beats: how many there were so far; a training in which neither they nor its
             step move has no progress.
+        is_watched: a training without progress is reported.
         layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
         at_end: what is undone when the work in this world is done.
@@ -127,6 +128,7 @@ class World:
     thread: int = field(default_factory=threading.get_ident, repr=False)
     collectives: int = field(default=0, init=False, repr=False)
     beats: int = field(default=0, init=False, repr=False)
+    is_watched: bool = field(default=False, init=False, repr=False)
     layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
     at_end: contextlib.ExitStack = field(

@@ -28,7 +28,6 @@ import torch
 from lockstep.errors import InputError
 from lockstep.launch import cores
 from lockstep.launch.devices import Device
-from lockstep.launch.hang_report import is_watched, report_after, threads_line
 from lockstep.threads.thread_context import Caller
 
 T = TypeVar("T")
@@ -182,17 +181,13 @@ class _Call:
                 self._finished.release()
 
     def wait(self) -> None:
-        """Wait until all threads have reported; long waits are reported on stderr.
+        """Wait until all threads have reported.
 
         Raises:
             BaseException: what interrupts the wait, Ctrl-C say.
         """
         try:
-            if not self._finished.acquire(timeout=report_after()):
-                if not is_watched():  # a training reports on all its ranks
-                    line = threads_line(report_after())
-                    os.write(2, f"lockstep: {line}\n".encode())
-                self._finished.acquire()
+            self._finished.acquire()
         except BaseException:
             # Ctrl-C: the threads can't be stopped, but those that wait are freed, and soon all idle.
             self._abort()
