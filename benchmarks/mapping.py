@@ -53,9 +53,7 @@ def mapping(items: int = ITEMS) -> Mapping[str, Callable[[], float]]:
         return _rate(lambda: _pooled(items, chunk), items)
 
     def ours(devices: int) -> float:
-        return _rate(
-            lambda: lockstep.map(work, range(items), slots(devices), progress=False), items
-        )
+        return _rate(lambda: lockstep.map(work, range(items), slots(devices)), items)
 
     tried = {
         chunk: statistics.median(pool(chunk, items // 10) for _ in range(3)) for chunk in CHUNKS

@@ -199,29 +199,29 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 242_140
+TOTAL = 240_443
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
-    "cli": 6_046,
-    "compare": 12_438,
+    "cli": 6_024,
+    "compare": 12_434,
     "data": 12_728,
     "export": 3_846,
-    "launch": 21_309,
-    "map": 5_340,
+    "launch": 20_033,
+    "map": 5_068,
     "model": 17_153,
     "parallel": 11_507,
     "pipelining": 17_915,
-    "prediction": 4_309,
+    "prediction": 4_291,
     "profiling": 3_669,
     "report": 1_941,
     "run": 4_190,
     "strategies": 52_130,
     "tensors": 8_746,
-    "threads": 6_445,
-    "top": 8_065,
-    "training": 26_400,
+    "threads": 6_392,
+    "top": 8_039,
+    "training": 26_374,
     "verify": 12_174,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_466
+    assert bars.lines_of_the_reading_path() <= 2_464
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -4,7 +4,6 @@ nothing stays behind.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -780,26 +779,6 @@ def test_what_workers_print_comes_out(capsys: pytest.CaptureFixture[str]) -> Non
     out, err = capsys.readouterr()
     assert sorted(out.split("\n")) == sorted(["", *(f"item {i}" for i in range(20))])
     assert sorted(err.split("\n")) == sorted(["", *(f"warning {i}" for i in range(20))])
-
-
-def test_a_bar_is_shown_on_a_terminal_only_and_can_be_switched_off(
-    monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    assert list(lockstep.map(abs, range(5), "2xcpu")) == list(range(5))
-    assert capsys.readouterr().out == ""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert list(lockstep.map(abs, range(5), "2xcpu", progress=False)) == list(range(5))
-    assert capsys.readouterr().out == ""
-
-    def said(i: int) -> int:
-        print("printed", i)
-        return i
-
-    with contextlib.closing(lockstep.map(said, range(5), "2xcpu")) as results:
-        assert list(results) == list(range(5))
-    shown = capsys.readouterr().out
-    assert "5/5" in shown and "said" in shown and "printed 3" in shown
 
 
 @pytest.mark.slow

@@ -99,7 +99,6 @@ def attempt(
         _on_rank,
         (place_of(chosen),) if is_one else chosen,
         (with_settings(job, setup.settings), strategy, chosen, now(), seconds, looks),
-        backend=None,
         on_output=lambda text, stream: None,
         timeout=1800.0,
         devices_per_rank=1 if is_one else strategy.devices_per_rank,

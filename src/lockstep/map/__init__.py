@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError
-from lockstep.run.terminal import takes_escapes
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from lockstep.launch.devices import Device, Devices
 
 __all__ = ["map"]
@@ -35,7 +32,6 @@ def map(
     *,
     collate: Callable[[list[Any]], Any] | None = None,
     seed: int | None = 0,
-    progress: bool = True,
 ) -> Any:
     """``fn(item)`` for each item, in order, as an iterator::
 
@@ -76,7 +72,6 @@ def map(
         collate: puts a module's items together; None is PyTorch's default.
         seed: None leaves the generators alone, which saves a function 7 us an item; processes begin
             theirs by chance.
-        progress: show a bar where this is a terminal.
 
     Raises:
         InputError: what was asked for can't be done, the function or an item can't be sent (the
@@ -96,7 +91,6 @@ def map(
     except TypeError:
         raise InputError(f"items: {_a(items)} can't be iterated") from None
     places = _places(devices, isinstance(fn, nn.Module))
-    bar = _bar() if progress and takes_escapes() else None
 
     if isinstance(fn, nn.Module):
         from lockstep.map import module_map
@@ -109,12 +103,8 @@ def map(
             raise InputError(
                 "collate: it is for a module; a function with a batch_size gets a list of items"
             )
-        results = _of_function(fn, drawn, places, batch_size, seed, bar)
+        results = _of_function(fn, drawn, places, batch_size, seed)
 
-    if bar is not None:
-        total = len(items) if isinstance(items, Sized) else None
-        name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
-        results = _counted(results, bar, name, total)
     return results if reduce is None else _reduced(results, reduce)
 
 
@@ -124,18 +114,15 @@ def _of_function(
     places: tuple[Device, ...],
     batch_size: int | None,
     seed: int | None,
-    bar: Progress | None,
 ) -> Iterator[Any]:
     """Return the results of a function, in this process or by workers."""
     from lockstep.map import process_map
     from lockstep.map.map_worker import Call
-    from lockstep.run.terminal import print_above
 
     call = Call(fn, batch_size, seed)
     if len(places) == 1:
         return process_map.in_this_one(call, items, places[0])
-    on_output = None if bar is None else lambda text, stream: print_above(bar.console, text)
-    return process_map.ProcessMap(call, items, places, on_output).results()
+    return process_map.ProcessMap(call, items, places).results()
 
 
 def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
@@ -194,29 +181,3 @@ def _a(value: object) -> str:
     """Name the type of a value: ``a list``, ``an int``."""
     name = type(value).__qualname__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-
-
-def _bar() -> Progress:
-    """Make a bar that counts items, for a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(highlight=False), transient=True)
-
-
-def _counted(results: Iterator[Any], bar: Progress, name: str, total: int | None) -> Iterator[Any]:
-    """Yield the results, counted as they are given; the bar goes when they end, or are closed."""
-    with bar:
-        yield from bar.track(results, total, description=name)

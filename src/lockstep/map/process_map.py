@@ -29,7 +29,7 @@ import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +139,6 @@ class ProcessMap:
         call: the function.
         items: drawn from as chunks are made of them.
         devices: a process for each.
-        on_output: as `lockstep.launch.launch`'s, for all workers.
 
     Raises:
         InputError: the function can't be sent.
@@ -150,11 +149,9 @@ class ProcessMap:
         call: Call,
         items: Iterator[Any],
         devices: tuple[Device, ...],
-        on_output: Callable[[str, str], None] | None,
     ) -> None:
         given = {"batch_size": call.batch, "seed": call.seed}
         self._body = pickled({"serve": serve, "the function": call.fn, **given})
-        self._on_output = on_output
         self._batch = call.size
         self._items = items
         self._devices = devices
@@ -183,7 +180,6 @@ class ProcessMap:
                 self._body,
                 blocks_of=lambda worker: blocks[worker],
                 on_event=self._hear,
-                on_output=self._on_output,
             )
             self._workers = stack.enter_context(started)
 
