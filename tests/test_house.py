@@ -199,13 +199,13 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 240_443
+TOTAL = 240_125
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
-    "cli": 6_024,
-    "compare": 12_434,
+    "cli": 6_010,
+    "compare": 12_135,
     "data": 12_728,
     "export": 3_846,
     "launch": 20_033,
@@ -215,7 +215,7 @@ TOKENS = {
     "pipelining": 17_915,
     "prediction": 4_291,
     "profiling": 3_669,
-    "report": 1_941,
+    "report": 1_936,
     "run": 4_190,
     "strategies": 52_130,
     "tensors": 8_746,

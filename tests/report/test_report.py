@@ -109,7 +109,6 @@ def planted(folder: Path, **settings: Any) -> Comparison:
     )
     found = Comparison(
         "jobs/mine.py",
-        "lockstep compare jobs/mine.py",
         16,
         3,
         2.0,
@@ -158,7 +157,6 @@ def test_the_report_is_one_file_that_refers_to_nothing_else(tmp_path: Path) -> N
     for said in (
         "Take ddp: 1.90 times one CPU device",
         "Speed-ups on GPUs may be larger or smaller",
-        "lockstep compare jobs/mine.py",
         "out of memory",
         "--strategy ddp",
     ):
@@ -216,7 +214,6 @@ def test_nothing_that_a_person_named_becomes_part_of_the_page(tmp_path: Path) ->
     found = planted(
         tmp_path,
         job=f"{evil}.py",
-        command=f"lockstep compare {evil}",
         machine={"cores": 2, "name": evil},
     )
     rows = tuple(

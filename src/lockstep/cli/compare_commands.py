@@ -127,9 +127,7 @@ def _compare(options: argparse.Namespace) -> Answer:
             if row.reason:
                 print(f"{row.name}: failed: {row.reason}", file=sys.stderr)
         print(sentence(found))
-    answer = answer_of(found)
-    answer["repeat"] = answer.pop("command")
-    return 0 if found.measured else 1, answer
+    return 0 if found.measured else 1, answer_of(found)
 
 
 def _log(options: argparse.Namespace) -> Callable[[str], None] | None:

@@ -103,19 +103,8 @@ def compare(
             kept.remove()
         raise
 
-    asked = {
-        "strategies": strategies and list(strategies),
-        "devices": devices,
-        "sweep": sweep,
-        "device_map": device_map,
-        "rounds": rounds,
-        "seconds": seconds,
-    }
-    if not parity:
-        asked["no_parity"] = True
     found = Comparison(
         job=path,
-        command=comparison_folder.command(source, asked),
         batch_size=loaded.batch_size,
         rounds=rounds,
         seconds=seconds,

@@ -1,4 +1,4 @@
-"""What a comparison leaves: its folder, the command that repeats it, the table, the report.
+"""What a comparison leaves: its folder, the table, the report.
 
 ::
 
@@ -6,27 +6,23 @@
       compare.json     all that was found
       compare.csv      a line for each row
       report.html      one file, with everything in it (needs the extra `report`)
-      figures/         each of its figures as .png, each of its tables as .csv
+      figures/         each of its figures as .png
       runs/            with ``epochs``: the run of each
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lockstep.compare.advice import best_of
 from lockstep.compare.comparison_page import write_page
 from lockstep.compare.comparison_table import csv_of, lines_of
-from lockstep.compare.planned_rows import job_words, option_words
 from lockstep.compare.result import Comparison
 from lockstep.errors import FolderError, InputError
-from lockstep.job import Job
-from lockstep.jobfile import JobFile
 from lockstep.run.run_folder import json_text
 
 
@@ -58,29 +54,6 @@ def answer_of(found: Comparison) -> dict[str, Any]:
         **found.as_dict(),
         "best": None if best is None else best.name,
     }
-
-
-def command(source: Job | JobFile, asked: Mapping[str, Any]) -> str:
-    """Return the command that repeats a comparison; "" where the job, a strategy or a device has no
-    word.
-
-    Args:
-        source: the job file, with its settings.
-        asked: arguments of ``compare``, None for what is as usual.
-    """
-    if not isinstance(source, JobFile):
-        return ""
-    names = [*(asked["strategies"] or ()), asked["devices"]]
-    if not all(isinstance(name, str | int) for name in names):
-        return ""
-    words = ["lockstep", "compare", *job_words(source)]
-    for name, value in asked.items():
-        if name == "sweep":
-            for key, values in (value or {}).items():
-                words += ["--sweep", f"{key}={','.join(map(str, values))}"]
-        elif value is not None:
-            words += option_words({name: value})
-    return shlex.join([*words, *option_words(source.settings)])
 
 
 def log_comparison(found: Comparison, log: Callable[[str], None]) -> None:

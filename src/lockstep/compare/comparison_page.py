@@ -72,7 +72,6 @@ def page_of(found: Comparison) -> Page:
         notes=notes,
         sections=[section for section in sections if section.parts or section.text],
         facts=[(name, str(value)) for name, value in found.machine.items()],
-        command=found.command,
         advice="" if best is None else best.line,
     )
 

@@ -101,15 +101,15 @@ def _cells(found: Comparison, row: Row) -> dict[str, str]:
     }
     figures = found.figures(row)
     for head, name in _RATIOS.items():
-        if figures[name] is not None:
+        if name in figures:
             cells[head] = f"{figures[name]:.2f}"
     for head, kind in _SHARES.items():
-        if figures[kind] is not None:
+        if kind in figures:
             cells[head] = _percent(figures[kind])
     if len(row.devices) > 1:
-        if figures["efficiency"] is not None:
+        if "efficiency" in figures:
             cells["effic."] = _percent(figures["efficiency"])
-        if figures["moved_bytes"] is not None:
+        if figures.get("moved_bytes") is not None:
             cells["moved"] = size(figures["moved_bytes"])
     if row.agreement is not None:
         cells["parity"] = str(row.agreement)

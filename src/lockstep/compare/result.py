@@ -10,7 +10,6 @@ from lockstep.compare.agreement import Agreement
 from lockstep.compare.observed_updates import ObservedUpdates
 from lockstep.compare.planned_rows import Role
 from lockstep.compare.timing import Timing
-from lockstep.profiling.time_breakdown import KINDS
 from lockstep.strategies import kind_of
 
 
@@ -86,30 +85,12 @@ class Row:
         return shares
 
 
-_FIGURES = (
-    "samples_per_second",
-    "lowest",
-    "highest",
-    "speed_up",
-    "against_all_cores",
-    "efficiency",
-    "largest_memory_bytes",
-    "memory_bytes",
-    "start_seconds",
-    *KINDS,
-    "moved_bytes",
-    "parity",
-    "difference",
-)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """All rows, and what they were measured with.
 
     Attributes:
         job: the path of the job file, or ``job``.
-        command: what repeats the comparison.
         batch_size: samples of the global batch (of the job; a sweep may have others).
         rounds: how many turns each row had.
         seconds: how long the timed updates of a turn took at least.
@@ -120,7 +101,6 @@ class Comparison:
     """
 
     job: str
-    command: str
     batch_size: int
     rounds: int
     seconds: float
@@ -171,12 +151,11 @@ class Comparison:
         return None
 
     def figures(self, row: Row) -> dict[str, Any]:
-        """Return what follows from the measurements of a row, by name; None where it isn't
-        known.
+        """Return what follows from the measurements of a row, by name, as far as it is known.
 
         The efficiency is the speed-up for each device: 1 is all that there is to gain.
         """
-        figures: dict[str, Any] = dict.fromkeys(_FIGURES)
+        figures: dict[str, Any] = {}
         if row.rates:
             figures["samples_per_second"] = row.timing.median
             figures["lowest"], figures["highest"] = row.timing.spread

@@ -59,7 +59,6 @@ class Page:
         notes: what has to be known to believe it.
         sections: the parts of the page.
         facts: of the machine and the versions.
-        command: the command that repeats it, or "".
         advice: the command that the verdict recommends, or "".
     """
 
@@ -68,7 +67,6 @@ class Page:
     notes: Sequence[str] = ()
     sections: Sequence[Section] = ()
     facts: Sequence[tuple[str, str]] = ()
-    command: str = ""
     advice: str = ""
 
 
