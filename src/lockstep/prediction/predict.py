@@ -1,9 +1,9 @@
 """``predict``: a run's model over a dataset, a row for each sample, in order, on any number of
 devices.
 
-Each rank writes the rows of its own shares where they belong; no process holds them all. What is
-written lies in a hidden folder beside its place and is moved there at the end, so nothing
-half-written is ever found under its name::
+Each rank writes the rows of its own shares where they belong (of lines of JSON, rank 0 those of all
+ranks, batch by batch); no process holds them all. What is written lies in a hidden folder beside its
+place and is moved there at the end, so nothing half-written is ever found under its name::
 
     batches of 6, three ranks     rank 0    rank 1    rank 2
     batch 0                       0 1       2 3       4 5
@@ -40,7 +40,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import on_devices
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
-from lockstep.prediction.jsonl_file import merge, write_lines
+from lockstep.prediction.jsonl_file import lines_of
 from lockstep.prediction.output_file import check_target, folder_beside
 from lockstep.prediction.output_structure import (
     Items,
@@ -326,12 +326,20 @@ class _Prediction:
         assert samples is not None
         first = int(samples[0]) if shares else 0
 
+        lines = ""
         for size, outputs in shares:
             if self.arrays is None:
-                write_lines(self.folder, self.world.rank, self.form, outputs, size)
+                lines += lines_of(self.form, outputs, size)
             else:
                 self._write_arrays(self.arrays, first, size, outputs)
             first += size
+        if self.arrays is not None:
+            return
+        every = self.world.gather_objects(lines)
+        if self.world.is_first:
+            whole = self.folder / "whole"
+            with writing(whole), whole.open("a", encoding="utf-8") as file:
+                file.writelines(every)
 
     def _write_arrays(self, arrays: dict[str, Array], first: int, size: int, outputs: Any) -> None:
         """Write the rows of some outputs to their arrays.
@@ -413,9 +421,7 @@ class _Prediction:
         if left and self.world.is_first:
             names = ", ".join(left)
             self.world.emit(Line.note(f"left out, since they have no row for each sample: {names}"))
-        if self.ending == ".jsonl":
-            write_lines(self.folder, self.world.rank, self.form, None, 0)  # makes the rank's file
-        else:
+        if self.ending != ".jsonl":
             self.arrays = self._made_arrays(first)
 
     def _made_arrays(self, found: list[Leaf]) -> dict[str, Array]:
@@ -453,13 +459,8 @@ class _Prediction:
         """
         target = self.plan.target
         assert target is not None
-        if self.arrays is None:
-            whole = self.folder / "merged"
-            starts = range(0, self.rows, self.batch_size)
-            sizes = (min(self.batch_size, self.rows - start) for start in starts)
-            with writing(whole):
-                merge(whole, self.folder, self.world.layout, sizes)
-        else:
+        whole = self.folder / "whole"
+        if self.arrays is not None:
             target = target.with_suffix(self.ending)
             whole = self._put_together(list(self.arrays.values()))
 
