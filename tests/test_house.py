@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 240_125
+TOTAL = 239_710
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -213,11 +213,11 @@ TOKENS = {
     "model": 17_153,
     "parallel": 11_507,
     "pipelining": 17_915,
-    "prediction": 4_291,
+    "prediction": 3_960,
     "profiling": 3_669,
     "report": 1_936,
     "run": 4_190,
-    "strategies": 52_130,
+    "strategies": 52_046,
     "tensors": 8_746,
     "threads": 6_392,
     "top": 8_039,

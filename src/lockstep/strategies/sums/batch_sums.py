@@ -176,20 +176,15 @@ class BatchSums:
         available = self._available(batch)
         if available < 2:
             return None
-        sizes = [self._sizes(batch, available, is_first=is_first)]
-        if batch.collate is not None:
-            # For a second attempt, where memory is too short for the first.
-            fewer = max(2, self._samples_of_a_part(batch))
-            fewer = min(available, fewer)
-            sizes.append(coprime_sizes(fewer))
+        first, second = self._sizes(batch, available, is_first=is_first)
         with step.layout.read():
-            for first, second in sizes:
-                pieces = self._pieces(batch, first, second)
-                verdict = _checked(check, pieces)
-                if verdict is not None:
-                    break
-        if verdict is None:
-            return Verdict(unchecked="out of memory")
+            pieces = self._pieces(batch, first, second)
+            try:
+                verdict = check(*pieces)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return Verdict(unchecked="out of memory")
         self._refuse_written(verdict)
         if verdict.difference:
             self._refuse(verdict, pieces, when)
@@ -357,16 +352,6 @@ class BatchSums:
             if of_replicas:
                 others = "single-device training"
             yield _drawing("in forward", others)
-
-
-def _checked(check: SumCheck, pieces: list[Piece]) -> Verdict | None:
-    """Check pieces; None where memory is too short for them."""
-    try:
-        return check(*pieces)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return None
-        raise
 
 
 def _drawing(where: str, others: str) -> Caveat:
