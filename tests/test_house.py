@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 239_710
+TOTAL = 239_502
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -212,12 +212,12 @@ TOKENS = {
     "map": 5_068,
     "model": 17_153,
     "parallel": 11_507,
-    "pipelining": 17_915,
+    "pipelining": 17_822,
     "prediction": 3_960,
     "profiling": 3_669,
     "report": 1_936,
     "run": 4_190,
-    "strategies": 52_046,
+    "strategies": 51_931,
     "tensors": 8_746,
     "threads": 6_392,
     "top": 8_039,

@@ -115,34 +115,19 @@ class Runner:
         self.streamed = self.overlaps and self._is_on_slots and self._overlap.draws
         if self.overlaps:
             return self._overlapped(work)
-        return self._alone(functools.partial(self._in_turn, work))
+        if self._is_on_slots:
+            in_turn = functools.partial(self._in_turn, work)
+            return self.threads.run([in_turn])[0]
+        try:
+            return self._in_turn(work)
+        finally:
+            self.threads.occupy(0)
 
     def computes_forwards_first(self, count: int) -> bool:
         """Return whether no backward of the next ``count`` micro-batches precedes a forward."""
         if count < 2:
             return count == 1
         return self._overlap.allowed and is_forward_first(self.schedule(count))
-
-    def evaluate(self, compute: Callable[[], T]) -> T:
-        """Compute what calls the model, each layer on the device of its stage, without backward."""
-        if not self._is_on_slots:  # forwards overlap in the queues of the devices
-            return compute()
-
-        def go() -> T:
-            microbatch = self._microbatch(0)
-            with microbatch, self._noted(microbatch, "evaluation"):
-                return compute()
-
-        return self._alone(go)
-
-    def _alone(self, function: Callable[[], T]) -> T:
-        """Call a function in one thread."""
-        if self._is_on_slots:
-            return self.threads.run([function])[0]
-        try:
-            return function()
-        finally:
-            self.threads.occupy(0)
 
     # ---- the micro-batches of an update ----------------------------------------------------------
 
@@ -241,13 +226,8 @@ class Runner:
     # ---- errors and times ------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _noted(self, microbatch: MicroBatch, what: str = "") -> Iterator[None]:
-        """Give errors a note that says where they came from.
-
-        Args:
-            microbatch: what is computed in this context.
-            what: the name of the computation; forward or backward of the micro-batch by default.
-        """
+    def _noted(self, microbatch: MicroBatch) -> Iterator[None]:
+        """Give errors of a micro-batch a note that says where they came from."""
         try:
             yield
         except (Aborted, InputError):
@@ -255,7 +235,7 @@ class Runner:
         except Exception as error:
             stage = microbatch.stage or 0
             device = self._devices[stage]
-            what = what or f"{microbatch.direction} of micro-batch {microbatch.number}"
+            what = f"{microbatch.direction} of micro-batch {microbatch.number}"
             step = self._world.step
             error.add_note(f"raised in stage {stage} ({device}), {what}, at step {step}")
             raise

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -39,26 +38,14 @@ class StagedEvaluator(Evaluator):
 
     _step: StagedStep
 
-    def over(
-        self,
-        batches: Iterable[Batch],
-        compute: Callable[[Batch], T],
-        seed: int | None = None,
-    ) -> Iterator[tuple[Batch, T]]:
-        """Compute whole batches one after the other: cut they might give other numbers.
-
-        Overlapped they would mix what a model keeps in attributes, and what metrics read there.
-        """
-
-        def in_turn(batch: Batch) -> T:
-            return self._step.runner.evaluate(lambda: compute(batch))
-
-        return super().over(batches, in_turn, seed)
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate with what meets on different devices moved."""
-        with super().evaluating(), self._step.staged.moving():
+        """Evaluate whole batches in this thread, with as many cores as one stage has.
+
+        Cut they might give other numbers, and overlapped mix what a model keeps in attributes.
+        """
+        step = self._step
+        with super().evaluating(), step.staged.moving(), occupied(step.world.device):
             yield
 
 
@@ -127,22 +114,17 @@ class StagedStep(Step):
 
         work = Work(begin, forward, backward, len(parts))
         if not torch.is_grad_enabled():
-            return added(self._in_turn(work))
+            losses = []
+            for i in range(len(parts)):
+                begin(i)
+                losses.append(forward(i))
+            return added(losses)
         found = self._stages(work)
         home = None
         if self.staged.moves:
             # Targets, and so counts, are not where the loss is.
             home = self.world.device.torch
         return added(found, home)
-
-    def _in_turn(self, work: Work) -> list[Loss]:
-        """Run forward of each micro-batch, without learning in which order stages are run."""
-        losses = []
-        for i in range(work.count):
-            work.begin(i)
-            forward = functools.partial(work.forward, i)
-            losses.append(self.runner.evaluate(forward))
-        return losses
 
     @observed(lambda observer, *args: observer.stages())
     def _stages(self, work: Work) -> list[Loss]:
