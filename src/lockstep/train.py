@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.jobfile import AnyJob, JobFile, as_job, with_settings
 from lockstep.launch import devices as _devices
@@ -40,7 +39,6 @@ def train(
     grace: float = GRACE,
     restarts: int = 0,
     timeout: float = 1800.0,
-    batch_size_per_device: int | None = None,
     **settings: Unpack[JobFields],
 ) -> Run:
     """Train a job.
@@ -67,8 +65,6 @@ def train(
         timeout: seconds without progress after which the run ends; 0 is never. Which rank the
             others wait for is reported after 30 s, or ten usual steps (see
             lockstep.launch.hang_report).
-        batch_size_per_device: samples that each replica of the model computes at once;
-            ``batch_size`` is that times the replicas, times ``accumulate``.
         settings: fields of the job to replace.
 
     Raises:
@@ -81,9 +77,6 @@ def train(
     """
     _world.not_within_a_rank()
     job = with_settings(as_job(job, set), settings, train)
-    if batch_size_per_device is not None:
-        _check_batch_size_per_device(batch_size_per_device, job, settings)
-
     torchrun = started_as_rank()
     # Rank 0 makes the folder and has the display; the others hear of the folder when all have met.
     first = not torchrun or started_ranks.place().rank == 0
@@ -117,7 +110,6 @@ def train(
             profile=profile,
             audit=audit,
             timeout=timeout,
-            batch_size_per_device=batch_size_per_device,
             again=found.again,
         )
         if found.folder is not None and (found.again or resume == "auto"):
@@ -138,17 +130,6 @@ def train(
         run = run or RunFolder(path)
         display.line(f"run: {run.path}")
         return Run(run.path, summary, job)
-
-
-def _check_batch_size_per_device(size: int, job: Job | JobFile, given: Mapping[str, Any]) -> None:
-    """Refuse a ``batch_size_per_device`` beside a ``batch_size``, or below 1."""
-    given = dict(given)
-    if isinstance(job, JobFile):
-        given |= job.settings
-    if size < 1 or "batch_size" in given:
-        raise InputError(
-            f"batch_size_per_device: {size}: give a number from 1, and no batch_size beside it"
-        )
 
 
 def _has_begun() -> bool:

@@ -261,8 +261,6 @@ def test_what_does_not_go_with_batches_is_refused(tmp_path: Path) -> None:
         job = job_of(None).replace(train_data=lambda: iter(Texts()), **{field: value})
         with pytest.raises(JobError, match=f"{field}: train_data is a stream"):
             train(job, **settings)
-    with pytest.raises(JobError, match="batch_size_per_device: the job's batches"):
-        train(job_of(), batch_size_per_device=4, **settings)
     train(job_of(drawn, eval_every="0.5 epochs", epochs=1), **settings)
 
 

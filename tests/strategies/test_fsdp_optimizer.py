@@ -201,30 +201,6 @@ def constant(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ConstantLR(optimizer)
 
 
-class ByNorm(torch.optim.lr_scheduler.LRScheduler):
-    """The larger the weights, the smaller the steps."""
-
-    def get_lr(self) -> list[Any]:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = float(torch.stack([p.detach().norm() for p in parameters]).norm())
-        return [rate / (1 + norm) for rate in self.base_lrs]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every", ["step", pytest.param("epoch", marks=pytest.mark.slow)])
-def test_schedulers_see_the_optimizer_of_one_device(every: str, tmp_path: Path) -> None:
-    """Found by trial: the norm was of this rank's shard."""
-    job = dataclasses.replace(
-        ZOO["mlp"], lr_scheduler=ByNorm, lr_scheduler_every=every, precision="fp64"
-    )
-    one = train(job, devices="1xcpu", folder=tmp_path, quiet=True).model()
-    other = train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True).model()
-    assert all(
-        (a - b).abs().max() < BOUND
-        for a, b in zip(one.parameters(), other.parameters(), strict=True)
-    )
-
-
 class EvaluatesOthers(Callback):
     """Evaluates with averages, which it holds whole, of which each is scaled by its largest
     element.

@@ -20,8 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep import Callback, Event, Job, Run, evaluate, train
 from lockstep.callbacks import SWA, TrainingContext
-from lockstep.errors import InputError, JobError
-from lockstep.jobfile import JobFile
+from lockstep.errors import JobError
 from lockstep.settings import Every
 
 from harness import same_bits  # isort: skip
@@ -470,42 +469,6 @@ def test_a_run_that_is_resumed_by_another_metric_looks_for_the_best_anew(
 
 
 # ---- the batch size ------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("strategy", "makes"),
-    [
-        ("single", "batches of 6"),
-        ("dp", "batches of 12"),
-        ("ddp", "batches of 12"),
-        ("mp", "batches of 6"),
-    ],
-)
-def test_a_batch_size_per_device_says_what_it_makes(
-    strategy: str, makes: str, tmp_path: Path, capsys
-) -> None:
-    on = {**ON, "mp": "2xcpu"}[strategy]
-    job = a_job(epochs=1, accumulate=2)
-    run = train(job, strategy=strategy, devices=on, folder=tmp_path, batch_size_per_device=3)
-    said = capsys.readouterr().out
-    assert f"\n{makes}" in said and makes == f"batches of {run.summary['batch_size']}"
-    assert makes.endswith(f" {run.summary['batch_size']}")
-    again = train(job, resume=run.folder, batch_size_per_device=3, epochs=2, quiet=True)
-    assert again.summary["epochs"] == 2
-
-
-def test_one_batch_size_is_given(tmp_path: Path) -> None:
-    for settings, says in (
-        ({"batch_size": 8}, "4: give a number from 1, and no batch_size"),
-        ({"batch_size_per_device": 0}, "0: "),
-    ):
-        with pytest.raises(InputError, match=f"batch_size_per_device: {says}"):
-            train(a_job(), folder=tmp_path, **{"batch_size_per_device": 4, **settings})
-    with pytest.raises(
-        InputError, match="batch_size_per_device: 4: give a number from 1, and no batch_size"
-    ):
-        train(JobFile("digits.py", {}, {"batch_size": "8"}), batch_size_per_device=4)
 
 
 def test_a_batch_size_beyond_the_data_is_one_step_an_epoch(tmp_path: Path, capfd) -> None:

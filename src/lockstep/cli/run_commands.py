@@ -48,13 +48,6 @@ examples:
     add_quiet(parser)
     group = add_placement(parser)
     group.add_argument(
-        "--batch-size-per-device",
-        type=above_zero(int),
-        metavar="N",
-        help="the number of samples that each replica computes at once: batch-size is N x replicas x "
-        "accumulate",
-    )
-    group.add_argument(
         "--folder",
         default="runs",
         help="where the run's folder is made (default: runs)",
@@ -139,7 +132,6 @@ def _train(options: argparse.Namespace) -> Answer:
         grace=options.grace,
         restarts=options.restarts,
         timeout=options.timeout,
-        batch_size_per_device=options.batch_size_per_device,
     )
     if options.quiet and is_first():
         results = {"loss": run.summary["loss"], **run.summary["metrics"]}

@@ -44,7 +44,7 @@ from lockstep.training.load_checkpoint import take_up
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.records.update_records import UpdateRecords
 from lockstep.training.scheduler import move_on
-from lockstep.training.setup import Plan, Setup, for_devices, write_summary
+from lockstep.training.setup import Plan, Setup, write_summary
 from lockstep.training.start_notes import open_run
 from lockstep.training.triggers import EVALUATE, LOG, SAVE, Triggers
 
@@ -55,7 +55,6 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
     Returns:
         the run's summary (empty where it was stopped) and its folder, alike on every rank.
     """
-    plan = for_devices(plan, world)
     job = the_job(plan.job)
     path = world.broadcast_object(plan.folder)
     assert path is not None
@@ -272,7 +271,7 @@ class _Training:
 
         progress = self.progress
         loss = progress.judged if self.setup.eval_loaders else progress.values["train_loss"]
-        move_on(self.setup.scheduler, loss, self.step)
+        move_on(self.setup.scheduler, loss)
         progress.judged = None
 
     # ---- one update ------------------------------------------------------------------------------
@@ -290,7 +289,7 @@ class _Training:
         self.saves.check()
 
         if self.job.lr_scheduler_every == "step":
-            move_on(self.setup.scheduler, result, self.step)
+            move_on(self.setup.scheduler, result)
         if self.callbacks.by_step:
             progress.stop(self.callbacks.stepped(result, progress.number))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,12 +32,7 @@ def scheduler_of(job: Job, step: Step) -> Any:
             schedulers[name] = _made(make_one, by_name[name])
         return Schedulers(schedulers)
 
-    scheduler = _made(make, step.optimizer)
-    if step.layout.keeps_shards and not _is_of_pytorch(scheduler):
-        with step.whole_parameters():  # which it may read where it is made
-            scheduler = _made(make, step.optimizer)
-
-    return scheduler
+    return _made(make, step.optimizer)
 
 
 class Schedulers:
@@ -104,33 +98,24 @@ def refuse_too_short(scheduler: Any, moves: int | None) -> None:
         )
 
 
-def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
+def move_on(scheduler: Any, loss: float | Result | None) -> None:
     """Move a scheduler on by one.
 
     Args:
         scheduler: of the job; None does nothing.
         loss: for a scheduler that looks at a loss; where there is none, that one stays.
-        step: whose optimizer it moves. A scheduler that isn't PyTorch's sees whole parameters.
     """
     if scheduler is None:
         return
     if isinstance(scheduler, Schedulers):
         for one in scheduler.by_name.values():
-            move_on(one, loss, step)
+            move_on(one, loss)
         return
 
-    with nullcontext() if _is_of_pytorch(scheduler) else step.whole_parameters():
-        if not isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step()
-        elif isinstance(loss, Result):
-            if not loss.skipped:
-                scheduler.step(loss.loss)
-        elif loss is not None:
-            scheduler.step(loss)
-
-
-def _is_of_pytorch(scheduler: Any) -> bool:
-    """Return whether its class, and those of schedulers in it, are PyTorch's own."""
-    if type(scheduler).__module__ != "torch.optim.lr_scheduler":
-        return False
-    return all(map(_is_of_pytorch, getattr(scheduler, "_schedulers", ())))
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step()
+    elif isinstance(loss, Result):
+        if not loss.skipped:
+            scheduler.step(loss.loss)
+    elif loss is not None:
+        scheduler.step(loss)

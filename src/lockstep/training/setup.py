@@ -16,9 +16,9 @@ import torch
 
 import lockstep
 from lockstep.data import AnyLoader, eval_loaders, resolve, resolve_sets
-from lockstep.errors import JobError, counted
+from lockstep.errors import counted
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, the_job, with_settings, written
+from lockstep.jobfile import JobFile, written
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.world import World
 from lockstep.model.build import refuse_given_twice
@@ -45,7 +45,6 @@ class Plan:
         profile: whether to profile some steps.
         audit: whether to write down the samples of each step.
         timeout: seconds without progress after which the run ends; 0 is never.
-        batch_size_per_device: from which the job's batch_size follows.
         again: whether this is a start after a failure: a run that has ended is left as it is.
     """
 
@@ -57,28 +56,7 @@ class Plan:
     profile: bool = False
     audit: bool = False
     timeout: float = 0.0
-    batch_size_per_device: int | None = None
     again: bool = False
-
-
-def for_devices(plan: Plan, world: World) -> Plan:
-    """Return the plan with the batch size that ``batch_size_per_device`` makes, where that was
-    given.
-    """
-    if plan.batch_size_per_device is None:
-        return plan
-
-    job_before = the_job(plan.job)
-    if job_before.batches is not None:
-        raise JobError(
-            "batch_size_per_device: the job's batches gives the size of each batch: leave it out"
-        )
-    devices = world.size * len(world.devices)
-    replicas = plan.strategy.layout(devices).local_batches
-    accumulate = job_before.accumulate
-    batch_size = plan.batch_size_per_device * replicas * accumulate
-    job = with_settings(plan.job, {"batch_size": batch_size})
-    return dataclasses.replace(plan, job=job)
 
 
 class Setup:

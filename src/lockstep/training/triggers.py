@@ -40,11 +40,9 @@ class Triggers:
         step: Step,
         batches_of: Callable[[int], int | None],
     ) -> None:
-        world = step.world
-        together = step.together
-        self._world = world
+        self._world = step.world
         self._batches_of = batches_of
-        self._together = together
+        self._together = step.together
         self._clips = job.clip_norm is not None
         self._every = {
             LOG: Every.read(job.log_every, "log_every"),
@@ -52,37 +50,27 @@ class Triggers:
             SAVE: Every.read(job.save_every, "save_every"),
         }
 
-        self._steps: dict[str, int] = {}
-        self._epochs: dict[str, Fraction] = {}
+        self._counted: dict[str, Every] = {}  # by steps, or by parts of epochs
         seconds: dict[str, float] = {}
-
         for what, every in self._every.items():
-            if not together and what != LOG:
+            if not every.is_within:
+                continue
+            if not self._together and what != LOG:
                 continue  # ranks that don't meet would meet in other collectives at the same time
-            if every.steps is not None:
-                self._steps[what] = every.steps
-            elif every.seconds is not None:
+            if every.seconds is not None:
                 seconds[what] = every.seconds
-            elif every.epochs is not None and every.is_within:
-                self._epochs[what] = every.epochs
+                continue
 
-        if self._epochs and batches_of(0) is None:
-            name = f"{next(iter(self._epochs))}_every"
-            raise JobError(
-                f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream has no "
-                "length that is known: give steps (100) or a time (10min)"
-            )
+            self._counted[what] = every
+            if every.epochs is not None and batches_of(0) is None:
+                name = f"{what}_every"
+                raise JobError(
+                    f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream, or "
+                    "batches of a generator, have no length that is known: give steps (100) or a "
+                    "time (10min)"
+                )
 
-        # Rank 0 logs by itself, unless functions see the log that may stop the training, or the
-        # norm of gradients is a sum over ranks.
-        are_needed = job.on_event or job.callbacks or step.layout.keeps_shards
-        of_log: dict[str, float] = {}
-        if LOG in seconds and not (together and are_needed):
-            of_log[LOG] = seconds.pop(LOG)
-        self._clocks = [
-            SharedClock(world, seconds, together=True),
-            SharedClock(world, of_log, together=False),
-        ]
+        self._clock = SharedClock(step.world, seconds, together=self._together)
 
     def notes(self) -> Iterator[str]:
         """Yield what a person has to know of the settings, where ranks don't meet in each update."""
@@ -110,15 +98,10 @@ class Triggers:
             epoch: completed epochs.
             position: completed batches of the next one.
         """
-        step = self._world.step
-        due: frozenset[str] = frozenset()
-        for what, steps in self._steps.items():
-            if step % steps == 0:
+        due = self._clock.over()
+        for what, every in self._counted.items():
+            if self._is_completed(every, epoch, position, self._world.step):
                 due |= {what}
-        if self._epochs:
-            due |= self._parts_of_epochs(epoch, position)
-        for clock in self._clocks:
-            due |= clock.over()
         return due
 
     def wants_norm(self, epoch: int, position: int) -> bool:
@@ -132,23 +115,28 @@ class Triggers:
         """
         if self._clips:
             return True
-        if LOG in self._steps:
-            return (self._world.step + 1) % self._steps[LOG] == 0
-        if LOG in self._epochs:
-            return LOG in self._parts_of_epochs(epoch, position + 1)
-        return any(clock.looks_next(LOG) for clock in self._clocks)
+        if LOG in self._counted:
+            every = self._counted[LOG]
+            return self._is_completed(every, epoch, position + 1, self._world.step + 1)
+        return self._clock.looks_next(LOG)
 
-    def _parts_of_epochs(self, epoch: int, position: int) -> set[str]:
-        """Return what is due since this step has completed a part of an epoch."""
+    def _is_completed(
+        self,
+        every: Every,
+        epoch: int,
+        position: int,
+        step: int,
+    ) -> bool:
+        """Return whether this step completes a number of steps, or a part of an epoch."""
+        if every.steps is not None:
+            return step % every.steps == 0
+
+        part = every.epochs
         batches = self._batches_of(epoch)
-        assert batches is not None
+        assert part is not None and batches is not None
         now = epoch + Fraction(position, batches)
         before = epoch + Fraction(position - 1, batches)
-        due = set()
-        for what, part in self._epochs.items():
-            if now // part > before // part:
-                due.add(what)
-        return due
+        return now // part > before // part
 
     def at_end(self, what: str, epoch: int) -> bool:
         """Return whether the end of an epoch (from 1) alone makes something due."""
@@ -166,8 +154,7 @@ class Triggers:
 
     def done(self, what: str) -> None:
         """Note that something was done, for this reason or another."""
-        for clock in self._clocks:
-            clock.restart(what)
+        self._clock.restart(what)
 
 
 class SharedClock:

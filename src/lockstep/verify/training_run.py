@@ -133,14 +133,14 @@ class Side(Observer):
     def _move_scheduler(self, is_last: bool) -> None:
         """Move the scheduler on, as the training loop does."""
         if self.job.lr_scheduler_every == "step":
-            move_on(self.scheduler, self.result, self.step)
+            move_on(self.scheduler, self.result)
             return
 
         self._total += float(self.result.total)
         self._count += float(self.result.count)
         if is_last:
             mean = self._total / self._count if self._count else 0.0
-            move_on(self.scheduler, mean, self.step)
+            move_on(self.scheduler, mean)
             self._total = 0.0
             self._count = 0.0
 
