@@ -199,12 +199,12 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 239_502
+TOTAL = 238_707
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
-    "cli": 6_010,
+    "cli": 5_981,
     "compare": 12_135,
     "data": 12_728,
     "export": 3_846,
@@ -220,9 +220,9 @@ TOKENS = {
     "strategies": 51_931,
     "tensors": 8_746,
     "threads": 6_392,
-    "top": 8_039,
-    "training": 26_374,
-    "verify": 12_174,
+    "top": 7_839,
+    "training": 25_816,
+    "verify": 12_166,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_464
+    assert bars.lines_of_the_reading_path() <= 2_444
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -155,30 +155,18 @@ class SaveError(RunError):
 
 def nearest(name: str, names: list[str]) -> str:
     """Ask ``did you mean "x"?`` of a name that isn't among ``names``, or else list what there is."""
-    near = near_names(name, names)
-    if near:
-        either = '" or "'.join(near)
-        return f'did you mean "{either}"?'
+    for near in near_names(name, names):
+        return f'did you mean "{near}"?'
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return f"there are: {', '.join(names[:20])}{more}"
 
 
 def near_names(name: str, names: list[str]) -> list[str]:
-    """Return the name that a person may have meant, or two that are equally near; none where no
-    name is near.
-    """
+    """Return the name that a person may have meant; none where no name is near."""
     import difflib
 
-    def likeness(one: str) -> float:
-        one, word = one.strip("-"), name.strip("-")
-        shorter, longer = sorted((one, word), key=len)
-        if not longer.startswith(shorter) and len(longer) - len(shorter) > 1 + len(shorter) // 3:
-            return 0.0  # "dp" is not what is meant by "fsdp"
-        return difflib.SequenceMatcher(None, one, word).ratio()
-
-    near = {one: likeness(one) for one in names}
-    most = max(near.values(), default=0.0)
-    return [one for one in names if near[one] == most][:2] if most >= 0.6 else []
+    bare = {one.strip("-"): one for one in names}
+    return [bare[near] for near in difflib.get_close_matches(name.strip("-"), bare, 1)]
 
 
 def counted(number: int, what: str, ending: str = "s") -> str:

@@ -127,9 +127,9 @@ def test_a_command_that_can_t_be_done(
     ("word", "near"),
     [
         ("singel", ["single"]),
-        ("fsdp", []),
+        ("fsdp", ["dp"]),
         ("dddp", ["ddp"]),
-        ("dpp", ["dp", "pp"]),
+        ("dpp", ["pp"]),
         ("tensor", []),
         ("hog", ["hogwild"]),
     ],

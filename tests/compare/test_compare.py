@@ -562,7 +562,7 @@ def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(
         ),
         (
             ["examples/digits.py", "--strategies", "single dpp"],
-            'there is no strategy "dpp": did you mean "dp" or "pp"?',
+            'there is no strategy "dpp": did you mean "pp"?',
         ),
         (
             ["examples/digits.py", "--sweep", "microbatches=none"],

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.errors import FolderError, StrategyError
+from lockstep.errors import FolderError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
@@ -47,7 +47,7 @@ def as_it_went(
     takes_devices_of_run = is_same or (wanted != "single" and len(names) > 1)
     if devices is None and own_devices and takes_devices_of_run:
         devices = _still_here(names)
-    if isinstance(strategy, Strategy) or not is_same or not _is_known(before):
+    if isinstance(strategy, Strategy) or not is_same:
         return strategy, devices
 
     if strategy is None:
@@ -57,13 +57,6 @@ def as_it_went(
             return None, devices
 
     return _with_settings_of(before, config["strategy_settings"]), devices
-
-
-def _is_known(strategy: str) -> bool:
-    """Return whether there is a strategy of that name: a run may have had a person's own."""
-    with contextlib.suppress(StrategyError):
-        return kind_of(strategy) is not None
-    return False
 
 
 def _with_settings_of(name: str, settings: Mapping[str, Any]) -> Strategy:

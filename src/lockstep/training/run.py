@@ -187,16 +187,7 @@ def _weights_in(folder: Path, file: Path) -> Path:
     for path in (folder / file, file):
         if path.is_file():
             return path
-
-    names = []
-    for path in sorted(folder.rglob("*.safetensors")):
-        name = path.relative_to(folder)
-        if name.parts[0] != "checkpoints":
-            names.append(str(name))
-    raise FolderError(
-        f"weights: there is no file {file}, in {folder} or by this path; the run has "
-        f"{', '.join(names) or 'none'}"
-    )
+    raise FolderError(f"weights: there is no file {file}, in {folder} or by this path")
 
 
 def job_of(

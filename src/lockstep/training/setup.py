@@ -210,10 +210,7 @@ def write_config(setup: Setup) -> None:
         "strategy_settings": dataclasses.asdict(setup.strategy),
         "devices": setup.devices,
         "samples": setup.loader.samples,
-        "mesh": setup.strategy.mesh(setup.devices),
         "optimizer": before.get("optimizer", setup.optimizer),
-        "world_size": setup.world.size,
-        "backend": setup.world.backend,
         "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
         "resumed": [],
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +67,6 @@ class Callbacks:
         self._seed = job.seed
 
         self._by_name = _copies_by_name(job)
-        _refuse_same_output(self._by_name.values())
 
         # Lockstep's own callbacks draw nothing, or under a seed of their own, and add no hooks.
         self.are_own = any(map(_is_own, self._by_name.values()))
@@ -179,8 +178,7 @@ class Callbacks:
             with self._parameters_for(callback, method):
                 getattr(callback, method)(training)
             for metric, value in training.metrics.items():
-                if not isinstance(value, int | float):
-                    training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")
+                training.metrics[metric] = float(value)
             if stop is None and training.stopping is not None:
                 stop = _Stop(name, training.stopping)
 
@@ -300,14 +298,6 @@ class _Stop(NamedTuple):
     why: str
 
 
-def _number(value: Any, what: str) -> float:
-    """Return a metric that a callback gave as a tensor, say, as a number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise JobError(f"{what} is a {type(value).__name__}, and a metric is a number") from error
-
-
 def _copies_by_name(job: Job) -> dict[str, Callback]:
     """Copies of a job's callbacks for one training, by their classes' names: ``EMA``, ``EMA-2``.
 
@@ -324,6 +314,7 @@ def _copies_by_name(job: Job) -> dict[str, Callback]:
 
     copies: dict[str, Callback] = {}
     counts: Counter[str] = Counter()
+    outputs: set[str | None] = set()
 
     for callback in job.callbacks:
         name = type(callback).__name__
@@ -344,6 +335,11 @@ def _copies_by_name(job: Job) -> dict[str, Callback]:
             ) from error
         if number > 1:
             name += f"-{number}"
+        if made.output is not None and made.output in outputs:
+            raise JobError(
+                f"callbacks: several would write {made.output}: keep one, or give another name"
+            )
+        outputs.add(made.output)
         copies[name] = made
 
     return copies
@@ -379,22 +375,6 @@ def _refuse_evaluations(job: Job) -> None:
             raise JobError(
                 f"{name}: the job has no eval_data to evaluate: give eval_data, or leave {name} out"
             )
-
-
-def _refuse_same_output(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks that would write the same file or folder.
-
-    Raises:
-        JobError: there are such.
-    """
-    outputs = set()
-    for callback in callbacks:
-        output = callback.output
-        if output is not None and output in outputs:
-            raise JobError(
-                f"callbacks: several would write {output}: keep one, or give another name"
-            )
-        outputs.add(output)
 
 
 def _is_own(callback: Callback) -> bool:
