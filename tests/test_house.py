@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 238_707
+TOTAL = 238_039
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -208,7 +208,7 @@ TOKENS = {
     "compare": 12_135,
     "data": 12_728,
     "export": 3_846,
-    "launch": 20_033,
+    "launch": 19_530,
     "map": 5_068,
     "model": 17_153,
     "parallel": 11_507,
@@ -222,7 +222,7 @@ TOKENS = {
     "threads": 6_392,
     "top": 7_839,
     "training": 25_816,
-    "verify": 12_166,
+    "verify": 12_001,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

@@ -29,7 +29,6 @@ from lockstep.launch import world as worlds
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.processes import failure_records, fork_server, supervisor
 from lockstep.launch.processes.failure_records import Death, Record
-from lockstep.launch.processes.local_ranks import StandingRanks
 from lockstep.launch.processes.pickling import loads, pickled
 from lockstep.launch.processes.supervisor import Lines
 from zoo import ZOO
@@ -426,84 +425,6 @@ def test_nothing_listens_beyond_loopback() -> None:
     assert [
         c for c in forking_process().net_connections("inet") if c.status == psutil.CONN_LISTEN
     ] == []
-
-
-# Ranks that stay
-
-
-@pytest.fixture
-def standing() -> Iterator[StandingRanks]:
-    ranks = StandingRanks(slots(2))
-    yield ranks
-    ranks.close()
-
-
-def pids_of(world) -> list[int]:
-    return world.gather_objects(os.getpid())
-
-
-def test_calls_on_standing_ranks_share_their_processes(standing: StandingRanks) -> None:
-    def mean(world, tensor, weigh):
-        return weigh(world.all_reduce(tensor * world.rank) / world.size)
-
-    first = standing.call(pids_of)
-    assert standing.call(mean, torch.ones(3), lambda tensor: 4 * tensor).tolist() == [2.0, 2.0, 2.0]
-    assert standing.call(pids_of) == first
-    assert os.getpid() not in first
-    standing.close()
-    wait_until_gone(first, 1.0)
-
-
-def test_each_call_on_standing_ranks_finds_the_generators_of_the_first(
-    standing: StandingRanks,
-) -> None:
-    def draws(world):
-        return [*world.gather_objects(torch.rand(1).item()), world.folder]
-
-    def spoils(world):
-        torch.manual_seed(5)
-        world.emit, world.folder = None, "elsewhere"
-
-    first = standing.call(draws)
-    standing.call(spoils)
-    assert standing.call(draws) == first
-
-
-def test_a_failure_ends_standing_ranks_and_the_next_call_starts_others(
-    standing: StandingRanks,
-) -> None:
-    def fails(world):
-        if world.rank == 1:
-            raise ValueError("bad")
-        world.barrier()
-
-    first = standing.call(pids_of)
-    with pytest.raises(
-        RankFailed, match=r"rank 1 \(cpu:1\) failed before the first step: ValueError: bad"
-    ):
-        standing.call(fails)
-    wait_until_gone(first, 1.0)
-    assert not {*standing.call(pids_of)} & {*first}
-
-
-def test_a_standing_rank_that_is_killed_between_calls_is_named(standing: StandingRanks) -> None:
-    first = standing.call(pids_of)
-    os.kill(first[1], signal.SIGKILL)
-    with pytest.raises(RankFailed, match=r"rank 1 \(cpu:1\) was killed by SIGKILL"):
-        standing.call(pids_of)
-    wait_until_gone(first, 1.0)
-
-
-def test_what_cannot_be_sent_to_standing_ranks_is_named_and_they_stay(
-    standing: StandingRanks,
-) -> None:
-    first = standing.call(pids_of)
-    with pytest.raises(InputError, match=r"args\[0\] \(a lock\) can't be sent"):
-        standing.call(lambda world, lock: None, threading.Lock())
-    assert standing.call(pids_of) == first
-
-
-# What ranks print
 
 
 def test_rank_0_is_heard_live_and_the_others_write_to_their_logs(tmp_path: Path) -> None:

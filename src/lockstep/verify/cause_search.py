@@ -22,14 +22,13 @@ from lockstep.verify.batch_cut import cause_of_cut
 from lockstep.verify.cause_texts import cause, of_refusal, quoted
 from lockstep.verify.comparison import Comparison, Experiment
 from lockstep.verify.determinism import Thing
-from lockstep.verify.experiments import Laboratory, Noise
+from lockstep.verify.experiments import Noise, compared
 
 
 class Diagnosis:
     """The search for why the two sides of an experiment differ.
 
     Args:
-        laboratory: where further experiments run.
         experiment: the strategy against one device.
         found: what it gave.
         noise: up to where a difference is rounding.
@@ -38,10 +37,7 @@ class Diagnosis:
         first: the first update that differs, if any.
     """
 
-    def __init__(
-        self, laboratory: Laboratory, experiment: Experiment, found: Comparison, noise: Noise
-    ) -> None:
-        self.laboratory = laboratory
+    def __init__(self, experiment: Experiment, found: Comparison, noise: Noise) -> None:
         self.experiment = experiment
         self.found = found
         self.noise = noise
@@ -167,7 +163,7 @@ class Diagnosis:
         parts = self.experiment.parts * shares
         cut = self._again.of_single(cut=parts, still=still, watched=self.first.number)
         try:
-            tried = self.laboratory.compared(cut)
+            tried = compared(cut)
         except LossError as error:
             refusal = of_refusal(error)
             if refusal is not None:
@@ -197,6 +193,6 @@ class Diagnosis:
     def _try(self, experiment: Experiment) -> Comparison | None:
         """Return what an experiment gave; None where it raised."""
         try:
-            return self.laboratory.compared(experiment)
+            return compared(experiment)
         except (LockstepError, RuntimeError):
             return None

@@ -1,61 +1,37 @@
-"""Laboratory: where experiments run, one after another; and noise: how far one device is from
-itself there.
-
-Experiments share the processes, and what the person's job imports there.
-"""
+"""Where experiments run; and noise: how far one device is from itself there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lockstep.errors import LockstepError
-from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone, needs_one_process
-from lockstep.launch.processes.local_ranks import StandingRanks
-from lockstep.strategies import Strategy
+from lockstep.launch.processes import local_ranks
+from lockstep.launch.world import not_within_a_rank
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Experiment
 from lockstep.verify.determinism import Thing
 from lockstep.verify.paired_run import both_sides
 
 
-class Laboratory:
-    """The place where experiments run: this process, or ranks that stay for the next one.
+def compared(experiment: Experiment) -> Comparison:
+    """Run an experiment: in this process, or on ranks of its own.
 
-    Ranks start as soon as it is entered.
-
-    Args:
-        strategy: that is compared with one device.
-        devices: those of the strategy.
+    Raises:
+        LockstepError: the strategy refuses the job, or a rank fails.
+        Exception: what the job's own code raises in this process.
     """
-
-    def __init__(self, strategy: Strategy, devices: tuple[Device, ...]) -> None:
-        self._ranks = StandingRanks(devices, strategy.devices_per_rank)
-        self._wanted = not needs_one_process(strategy, devices)
-
-    def __enter__(self) -> Laboratory:
-        if self._wanted:
-            self._ranks.start()
-        return self
-
-    def __exit__(self, *of_an_error: object) -> None:
-        self._ranks.close()
-
-    def compared(self, experiment: Experiment) -> Comparison:
-        """Run an experiment.
-
-        Raises:
-            LockstepError: the strategy refuses the job, or a rank fails.
-            Exception: what the job's own code raises in this process.
-        """
-        if needs_one_process(experiment.strategy, experiment.devices):
-            with alone(experiment.devices) as world:
-                found = both_sides(world, experiment)
-        else:
-            assert experiment.devices == self._ranks.devices
-            found = self._ranks.call(both_sides, experiment)
-
-        assert found is not None
-        return found
+    if needs_one_process(experiment.strategy, experiment.devices):
+        with alone(experiment.devices) as world:
+            found = both_sides(world, experiment)
+    else:
+        not_within_a_rank()
+        found = local_ranks.run(
+            both_sides,
+            experiment.devices,
+            (experiment,),
+            on_output=lambda text, stream: None,
+            devices_per_rank=experiment.strategy.devices_per_rank,
+        )[0]
+    assert found is not None
+    return found
 
 
 _CERTAIN = 1e-5
@@ -80,14 +56,10 @@ class Noise:
     they would fall on other samples once these are mixed.
 
     Args:
-        compared: runs an experiment, to measure noise.
         experiment: the strategy against one device; its number format sets the least bound.
     """
 
-    def __init__(
-        self, compared: Callable[[Experiment], Comparison], experiment: Experiment
-    ) -> None:
-        self._compared = compared
+    def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._exact = experiment.settings["precision"] == "fp64"
         self._least = Bounds(EXACT if self._exact else COARSE)
@@ -138,7 +110,7 @@ class Noise:
             updates = max(_FEWEST, len(comparison.updates))
         mixed = self._experiment.of_single(updates=updates, still=things, shuffled=True)
         try:
-            noise = self._compared(mixed)
+            noise = compared(mixed)
         except LockstepError:  # of a job that can't be repeated, which is found later
             return self._least
 

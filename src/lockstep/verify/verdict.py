@@ -22,7 +22,7 @@ from lockstep.verify.batch_cut import cause_of_cut, whole_against_cut, without_b
 from lockstep.verify.cause_search import Diagnosis
 from lockstep.verify.cause_texts import cause, of_refusal
 from lockstep.verify.comparison import Bounds, Difference, Experiment, Update
-from lockstep.verify.experiments import Laboratory, Noise
+from lockstep.verify.experiments import Noise, compared
 from lockstep.verify.preflight import preflight
 from lockstep.verify.verification import Verification
 
@@ -87,9 +87,7 @@ def verify(
 
     loaded = the_job(source)
     planned = _planned(choose(strategy, chosen), loaded, chosen)
-    with Laboratory(planned, chosen) as laboratory:
-        search = _Search(source, loaded, planned, chosen, laboratory)
-        found = search.answer(whole=whole)
+    found = _Search(source, loaded, planned, chosen).answer(whole=whole)
 
     return replace(found, seconds=time.perf_counter() - began)
 
@@ -117,21 +115,19 @@ class _Search:
         job: the same, loaded.
         strategy: that is compared with one device.
         devices: those of the strategy.
-        laboratory: where experiments run.
     """
 
     source: Job | JobFile
     job: Job
     strategy: Strategy
     devices: tuple[Device, ...]
-    laboratory: Laboratory
 
     def answer(self, *, whole: bool) -> Verification:
         """Compare the strategy with one device, and find causes where they differ."""
         experiment, notes = preflight(
             self.source, self.job, self.strategy, self.devices, whole=whole
         )
-        noise = Noise(self.laboratory.compared, experiment)
+        noise = Noise(experiment)
         is_exact = experiment.settings["precision"] == "fp64"
         answer = Verification(
             equal=False,
@@ -147,7 +143,7 @@ class _Search:
 
         try:
             # Where the sides differ, it is in the first update mostly.
-            found = self.laboratory.compared(experiment.but(watched=1, checked=True))
+            found = compared(experiment.but(watched=1, checked=True))
         except Exception as error:
             return self._of_error(answer, experiment, error)
 
@@ -166,7 +162,7 @@ class _Search:
         if equal:
             return self._with_whole_batches(answer, experiment, noise)
 
-        diagnosis = Diagnosis(self.laboratory, experiment, found, noise)
+        diagnosis = Diagnosis(experiment, found, noise)
         first = diagnosis.first
         return replace(
             answer,
@@ -197,7 +193,7 @@ class _Search:
             if "batch_size" in experiment.settings:  # a share may be too small for it
                 return self.answer(whole=True)
             # Does one device refuse it, too?
-            self.laboratory.compared(experiment.of_single(cut=None))
+            compared(experiment.of_single(cut=None))
 
         return replace(answer, refused=str(error), causes=(refusal,))
 
@@ -215,7 +211,7 @@ class _Search:
         cut = whole_against_cut(experiment, answer.comparison)
         if cut is None:
             return answer
-        tried = without_buffers(self.laboratory.compared(cut))
+        tried = without_buffers(compared(cut))
         if tried.drew:  # numbers that can't be taken out
             return answer
         answer = replace(answer, whole=tried)
@@ -226,7 +222,7 @@ class _Search:
         first = bounds.first_apart(tried)
         if first is not None and first.number > 1:  # nobody has looked at its layers
             cut = cut.but(watched=first.number)
-            tried = without_buffers(self.laboratory.compared(cut))
+            tried = without_buffers(compared(cut))
 
         why = cause_of_cut(tried, bounds)
         return replace(

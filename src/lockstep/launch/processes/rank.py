@@ -73,11 +73,6 @@ _channel: Channel
 """This process's."""
 
 
-def next_message() -> bytes:
-    """Return what the process that launched this rank sends to it next."""
-    return _channel.next()
-
-
 @dataclass(eq=False)
 class WorkerContext:
     """What a worker has to do with: its number and device, and the caller's modes.

@@ -197,9 +197,7 @@ class Supervisor:
     # ---- from outside ----------------------------------------------------------------------------
 
     def send(self, number: int, message: bytes) -> None:
-        """Send to a rank, which takes it by ``next_message``. Whether it still lives shows in
-        ``failures``.
-        """
+        """Send to a worker. Whether it still lives shows in ``failures``."""
         with contextlib.suppress(OSError):
             self.ranks[number].channel.send_bytes(message)
 
