@@ -19,7 +19,7 @@ from lockstep.verify.comparison import Experiment
 from lockstep.verify.training_run import Side
 
 _LONGEST = 0.5
-"""Seconds that an update of one device may take, where nobody asked for whole batches."""
+"""Seconds that an update of one device may take, about, where nobody asked for whole batches."""
 
 _FEWEST = 4
 """Samples of the smallest batch that is tried."""
@@ -70,9 +70,10 @@ def preflight(
             "the model can't compute in float64, so rounding is measured by two runs of single"
         )
 
-    if not whole:
-        # Some of the time is that of any update, so more samples may take as long.
-        size = min(job.batch_size, max(size, int(_LONGEST * size / seconds)))
+    # Some of the time is that of any update, so more samples may take as long.
+    while not whole and size < job.batch_size and seconds < _LONGEST / 2:
+        size = min(job.batch_size, 4 * size)
+        seconds, _ = _seconds(job.replace(**settings, batch_size=size), devices)
     if not whole and size < job.batch_size:
         size = _uneven(job, size, shared)
         settings["batch_size"] = size
