@@ -56,21 +56,14 @@ class Product(Strategy):
         """Refuse another number of devices than it is for.
 
         Raises:
-            StrategyError: with the nearest product on these devices.
+            StrategyError: there are others; the message has both numbers.
         """
         if devices == self.devices_needed:
             return
         replicas, each = self.sizes
-        inner = type(self).name
-        if devices % each == 0 and devices > each:
-            instead = f"ddp={devices // each}x{inner}={each}"
-        elif devices % replicas == 0 and devices > replicas:
-            instead = f"ddp={replicas}x{inner}={devices // replicas}"
-        else:
-            instead = inner if devices > 1 else "single"
         raise StrategyError(
             f"{self.name} is for {replicas} x {each} = {replicas * each} devices, not {devices}: "
-            f"take {instead}, or {replicas * each} devices"
+            "take as many, or another product"
         )
 
 
