@@ -225,7 +225,7 @@ class WholeParameters:
             if p.dtype != part.dtype or p.device != part.device:
                 raise StrategyError(
                     f'fsdp: parameter "{name}" was converted to {p.dtype} on {p.device}: convert '
-                    "a copy of the model"
+                    "its state_dict()"
                 )
 
     def _refuse_differences(self) -> None:
