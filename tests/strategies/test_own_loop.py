@@ -894,22 +894,6 @@ def test_a_mean_over_a_rare_class_is_refused_in_the_update_in_which_it_comes(
                 step(inputs, targets)
 
 
-def slowly_summed(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    time.sleep(0.05)
-    return with_mean_of_the_rare(outputs, targets)
-
-
-def test_a_loop_in_parts_is_told_how_often_its_loss_is_checked() -> None:
-    model = nn.Linear(6, 3)
-    step = lockstep.parallelize(
-        model, slowly_summed, plain_sgd(model.named_parameters()), devices="2xcpu"
-    )
-    with pytest.warns(UserWarning, match="the loss check runs in one of"):
-        for number in range(6):
-            step.backward(drawn(16, 6, seed=number), torch.arange(16) % 2)
-            step.update()
-
-
 def test_single_is_refused_on_several_ranks() -> None:
     """Found by trial: each rank trained a model of its own."""
 

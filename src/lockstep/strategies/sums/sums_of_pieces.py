@@ -142,7 +142,7 @@ class SummedLoss(Summed):
             return None
 
     def _refused(self, outputs: Any, piece: Piece) -> LossError | None:
-        whole = self._loss(outputs, piece.targets, piece.size)
+        whole = self._loss(outputs, clones(piece.targets), piece.size)
         mean = mean_of(outputs) if self._loss.counts is None else None
         if mean is not None and torch.allclose(whole.total, mean.to(whole.total) * piece.size):
             return LossError(
