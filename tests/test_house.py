@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 238_017
+TOTAL = 238_015
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -222,7 +222,7 @@ TOKENS = {
     "threads": 6_392,
     "top": 7_839,
     "training": 25_816,
-    "verify": 12_023,
+    "verify": 12_021,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

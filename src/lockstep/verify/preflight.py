@@ -71,7 +71,7 @@ def preflight(
         )
 
     # Some of the time is that of any update, so more samples may take as long.
-    while not whole and size < job.batch_size and seconds < _LONGEST / 2:
+    while not whole and size < job.batch_size and seconds <= _LONGEST:
         size = min(job.batch_size, 4 * size)
         seconds, _ = _seconds(job.replace(**settings, batch_size=size), devices)
     if not whole and size < job.batch_size:
