@@ -207,7 +207,7 @@ def test_hidden_states_without_time_are_a_classifiers() -> None:
         criterion(generator(hidden), targets), [hidden, *generator.parameters()]
     )
     found = torch.autograd.grad(
-        ParallelLoss(generator, criterion, "2xcpu")(hidden, targets).loss,
+        ParallelLoss(generator, criterion, "2xcpu", 2)(hidden, targets).loss,
         [hidden, *generator.parameters()],
     )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -658,7 +658,6 @@ def test_what_it_is_made_of_is_checked() -> None:
         ((3, 4, WIDTH), (4, 4), r"targets \(4, 4\) beside outputs of 3 samples and 4 time steps"),
         ((3, 4, WIDTH), (3, 5), r"targets \(3, 5\) beside outputs of 3 samples and 4 time steps"),
         ((3, 4, WIDTH), (12,), r"targets \(12,\)"),
-        ((3, WIDTH), (3,), "chunk_size 2 cuts time"),
         ((3, 4, 5, WIDTH), (3, 4), "one tensor"),
     ],
 )

@@ -111,14 +111,10 @@ def replicas_of(
 
 def _refuse_special(module: nn.Module, name: str) -> None:
     """Refuse a module that replicas can't be made of."""
-    if isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
         raise InputError(
-            f"{name} was compiled by torch.jit, and can't be replicated: give the original module"
-        )
-    if "_orig_mod" in module._modules:
-        raise InputError(
-            f"{name} was compiled by torch.compile: replicate the module itself, and compile "
-            "replicas"
+            f"{name} was compiled by torch.compile or torch.jit, and can't be replicated: give the "
+            "original module"
         )
     # It would compute with the original's tensors.
     if vars(module).get("_compiled_call_impl") is not None:

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +46,7 @@ product busy.
 """
 
 
-@dataclass(frozen=True)
-class Summed:
+class Summed(NamedTuple):
     """What a parallel loss gives: ``total, count = parallel_loss(hidden, targets)``, or its
     ``loss``.
 
@@ -59,10 +57,7 @@ class Summed:
     """
 
     total: Tensor
-    count: Count
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.total, self.count))
+    count: Count  # type: ignore[assignment]  # as the count of a tuple is a method
 
     @property
     def loss(self) -> Tensor:
@@ -198,15 +193,9 @@ class ParallelLoss:
                     "one batch: pad them to one time"
                 )
 
-        if hidden[0].dim() == 3:
-            return self.chunk_size or -(-TOKENS // max(sizes))
-        if self.chunk_size is not None:
-            raise InputError(
-                f"chunk_size {self.chunk_size} cuts time, and hidden states "
-                f"{tuple(hidden[0].shape)} have none: give (batch, time, width), or leave "
-                "chunk_size out"
-            )
-        return None
+        if hidden[0].dim() == 2:
+            return None
+        return self.chunk_size or -(-TOKENS // max(sizes))
 
 
 def _check_targets(wanted: Any, batch: int, time: int | None) -> None:
