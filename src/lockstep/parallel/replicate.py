@@ -24,7 +24,6 @@ from lockstep.tensors.pytree import is_lazy
 M = TypeVar("M", bound=nn.Module)
 
 _BARE = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, complex, str, type(None), torch.dtype, torch.device))
 
 
 def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
@@ -163,19 +162,12 @@ def _fill(
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return the attributes that may hold a part of the module: neither numbers nor words, nor
-    what every module has.
+    """Return the attributes that may hold a part of the module: not those that every module has.
 
     With ``self.forward = self.forward_impl`` or ``self.blocks = [self.a, self.b]`` a replica would
     compute with the original's layers, in all threads at once, and write into their buffers.
     """
-    found = []
-    for key, value in vars(module).items():
-        if key in _BARE or type(value) in _PLAIN:
-            continue
-        found.append((key, value))
-
-    return found
+    return [(key, value) for key, value in vars(module).items() if key not in _BARE]
 
 
 def _of_replica(value: Any, known: Mapping[int, Any]) -> Any:
