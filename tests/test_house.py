@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 238_015
+TOTAL = 237_904
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -211,7 +211,7 @@ TOKENS = {
     "launch": 19_530,
     "map": 5_068,
     "model": 17_153,
-    "parallel": 11_507,
+    "parallel": 11_396,
     "pipelining": 17_822,
     "prediction": 3_960,
     "profiling": 3_669,

@@ -102,7 +102,11 @@ def joined(
     Returns:
         Nests of the same structure, which share the memory of ``outputs``.
     """
-    found = [[tensor for tensor in pytree.tensors(one) if tensor.requires_grad] for one in outputs]
+    found = []
+    for one in outputs:
+        wanting = [tensor for tensor in pytree.tensors(one) if tensor.requires_grad]
+        found.append(wanting)
+
     roots = list(itertools.chain(*found))
     if not shared or not roots:
         return list(outputs)

@@ -248,7 +248,7 @@ class DataParallel(nn.Module, Generic[M]):
 
     def _warn_of_means(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         """Warn once of a scalar from each of unequal shares."""
-        if self._warned_of_sizes or len(set(sizes)) < 2 or len(outputs) < 2:
+        if self._warned_of_sizes or len(set(sizes)) < 2:
             return
         if not _has_scalars(outputs[0]):
             return
@@ -290,9 +290,8 @@ def data_parallel(
         given: tuple[Any, ...] = ()
     else:
         given = inputs if isinstance(inputs, tuple) else (inputs,)
-    keywords = module_kwargs or {}
     net = DataParallel(module, devices, output_device, dim)
-    output = net(*given, **keywords)
+    output = net(*given, **(module_kwargs or {}))
     if len(devices) == 1 and output_device is not None:
         return pytree.to_device(output, net.output_device)
     return output

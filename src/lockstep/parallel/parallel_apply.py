@@ -60,7 +60,7 @@ def parallel_apply(
     if kwargs_tup is not None:
         named = kwargs_tup
     _same_length(count, len(named), "kwargs_tup")
-    if count == 0:
+    if not count:
         return []
     places = _places(devices, inputs, named)
     _same_length(count, len(places), "devices")

@@ -143,10 +143,7 @@ def _shares(
     elif len(sizes) != len(places):
         raise InputError(f"{len(sizes)} sizes for {len(places)} devices: give one size for each")
     if sum(sizes) != total or min(sizes) < 0:
-        raise InputError(
-            f"sizes {list(sizes)} add up to {sum(sizes)}, but the batch has {total} along "
-            f"dimension {dim}"
-        )
+        raise InputError(f"sizes {list(sizes)} don't add up to the {total} along dimension {dim}")
     return _cut(inputs, homes[: len(sizes)], dim, list(sizes))
 
 

@@ -29,8 +29,7 @@ def one(wanted: Device | torch.device | str | int) -> torch.device:
     """
     if isinstance(wanted, Device):
         return wanted.torch
-    kind, _, _ = str(wanted).partition(":")
-    if wanted == -1 or kind == "cpu":
+    if wanted == -1 or str(wanted).startswith("cpu"):
         return torch.device("cpu")
     return many([wanted])[0].torch
 

@@ -55,8 +55,12 @@ class Shapes:
             rows = [(f"call {number}", "inputs", "outputs"), *call.rows]
             first = max(len(where) for where, _, _ in rows)
             second = max(len(inputs) for _, inputs, _ in rows)
-            lines = [f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in rows]
+            lines = []
+            for where, inputs, outputs in rows:
+                lines.append(f"{where:<{first}}  {inputs:<{second}}  {outputs}")
+
             tables.append("\n".join(lines))
+
         return "\n\n".join(tables)
 
 
@@ -86,7 +90,7 @@ def note(
     outputs: Sequence[Any],
     whole: Any,
     devices: Sequence[Device],
-    sizes: Sequence[int],
+    sizes: tuple[int, ...],
 ) -> None:
     """Add one forward to the table that is being made, if one is."""
     shapes = _traced.get()
@@ -95,7 +99,7 @@ def note(
     rows = [("outside", _arguments(*inputs), pytree.described(whole))]
     for device, (args, kwargs), output in zip(devices, shares, outputs, strict=True):
         rows.append((str(device), _arguments(args, kwargs), pytree.described(output)))
-    shapes.calls.append(ForwardShapes(sum(sizes) if sizes else None, tuple(sizes), tuple(rows)))
+    shapes.calls.append(ForwardShapes(sum(sizes) if sizes else None, sizes, tuple(rows)))
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -104,10 +104,8 @@ class Share:
 
     def _generated(self, hidden: Any) -> Any:
         """Compute logits (rows, vocabulary) of hidden states (batch, time, width) or (batch, width)."""
-        if self.generator is None and self.steps is None:
-            return hidden
         if self.generator is None:
-            return hidden.flatten(0, 1)
+            return hidden if self.steps is None else hidden.flatten(0, 1)
         logits = self.generator(hidden)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
             rows = ", ".join(map(str, hidden.shape[:-1]))
