@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 237_904
+TOTAL = 237_972
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,14 +210,14 @@ TOKENS = {
     "export": 3_846,
     "launch": 19_530,
     "map": 5_068,
-    "model": 17_153,
+    "model": 17_227,
     "parallel": 11_396,
     "pipelining": 17_822,
     "prediction": 3_960,
     "profiling": 3_669,
     "report": 1_936,
     "run": 4_190,
-    "strategies": 51_887,
+    "strategies": 51_881,
     "tensors": 8_746,
     "threads": 6_392,
     "top": 7_839,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -274,12 +275,23 @@ def test_a_loss_of_what_cant_be_cut_is_left_to_the_sum_check(name: str) -> None:
 # ---- how often -----------------------------------------------------------------------------------
 
 
-def due(loss: Loss, *, cuts: bool = True, every: int | None = None) -> list[int]:
+def due(
+    loss: Loss, *, cuts: bool = True, every: int | None = None, seconds: float = math.inf
+) -> list[int]:
     check = LossCheck(Totalled(loss), cuts=cuts, every=every)
-    return [update for update in range(1, 50) if check.wants(update)]
+    found = []
+    for update in range(1, 50):
+        if check.wants(update):
+            check._spent += seconds
+            found.append(update)
+    return found
 
 
-def test_each_of_the_first_updates_is_checked_and_then_some() -> None:
+def test_a_check_that_takes_little_time_is_made_in_every_update() -> None:
+    assert due(contrastive, seconds=0) == [*range(1, 50)]
+
+
+def test_a_check_that_takes_long_is_made_in_each_of_the_first_updates_and_then_in_some() -> None:
     assert due(contrastive) == due(contrastive, every=100) == [*range(1, 17), 32, 48]
     assert due(contrastive, every=20) == due(contrastive, every=0) == due(contrastive)
     assert due(contrastive, every=10) == [*range(1, 17), 20, 30, 40]

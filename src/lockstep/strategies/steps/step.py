@@ -400,7 +400,7 @@ class Step:
             part: the share.
             where: names the replica in messages.
         """
-        checks = self.loss_check.is_used and self.loss_check.wants(self._updates)
+        checks = self.loss_check.wants(self._updates)
         outputs, loss = self._outputs_and_loss(model, part, checks=checks)
         if not torch.is_grad_enabled():
             return loss
