@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 237_972
+TOTAL = 238_067
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -218,7 +218,7 @@ TOKENS = {
     "report": 1_936,
     "run": 4_190,
     "strategies": 51_881,
-    "tensors": 8_746,
+    "tensors": 8_841,
     "threads": 6_392,
     "top": 7_839,
     "training": 25_816,

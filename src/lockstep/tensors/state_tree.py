@@ -11,7 +11,8 @@ its place. What JSON lacks is a dict with ``"$"``, its type, and ``"of"``, what 
     inf                             {"$": "float", "of": "inf"}
     torch.float16                   {"$": "dtype", "of": "float16"}
 
-A complex tensor is a dict, too, of its real numbers. `decoded` makes the same again.
+A tensor of a type that safetensors files lack is a dict, too: of its parts (a sparse one), or of
+its real numbers (a complex one). `decoded` makes the same again.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 def encoded(state: Any) -> tuple[Any, dict[str, Tensor | RowShard]]:
     """Return a state as what JSON holds, and its tensors by their places in it.
 
-    The tensors have types that safetensors files have. They are not copied.
+    The tensors have types that safetensors files have. They are not copied, but for sparse ones.
     A tensor whose rows are on several ranks is this rank's `RowShard`.
 
     Args:
@@ -166,16 +167,25 @@ class _Encoder:
 
     def _tensor(self, tensor: Tensor, place: str) -> dict[str, Any]:
         """Keep a tensor in types that safetensors files have, and return what stands for it."""
-        is_known = tensor.is_complex() or tensor.dtype in SAFETENSORS_TYPES
-        if tensor.is_meta or tensor.layout is not torch.strided or not is_known:
-            raise InputError(
-                f'"{place}" is a tensor of {tensor.layout} and {tensor.dtype} on {tensor.device}, '
-                "which no checkpoint can hold"
-            )
+        if tensor.layout == torch.sparse_coo:
+            tensor = tensor.coalesce()
+            held = {
+                "indices": self._tensor(tensor.indices(), f"{place}/indices"),
+                "values": self._tensor(tensor.values(), f"{place}/values"),
+            }
+            return {"$": "sparse", "of": held, "shape": list(tensor.shape)}
+
         tensor = tensor.resolve_conj().resolve_neg()
         if tensor.is_complex():
             real = self._tensor(torch.view_as_real(tensor), f"{place}/real")
             return {"$": "complex tensor", "of": real}
+
+        is_plain = tensor.layout is torch.strided and tensor.dtype in SAFETENSORS_TYPES
+        if tensor.is_meta or not is_plain:
+            raise InputError(
+                f'"{place}" is a tensor of {tensor.layout} and {tensor.dtype} on {tensor.device}, '
+                "which no checkpoint can hold"
+            )
         return self._kept(tensor, place)
 
 
@@ -226,4 +236,8 @@ def _rebuilt(tree: dict[str, Any], of: Any) -> Any:
     if kind in _DICTS:
         return _DICTS[kind](of)
 
-    return torch.view_as_complex(of)
+    if kind == "complex tensor":
+        return torch.view_as_complex(of)
+    return torch.sparse_coo_tensor(
+        of["indices"], of["values"], tree["shape"], is_coalesced=True, check_invariants=True
+    )
