@@ -165,7 +165,7 @@ def test_a_checkpoint_that_was_set_aside_is_not_what_a_restart_names(
         again: bool = False
 
     monkeypatch.setattr(restarts, "on_devices", trained)
-    found = restarts.with_restarts(Plan(), slots(2), None, Display(), run, 1)  # type: ignore[arg-type]
+    found = restarts.with_restarts(Plan(), slots(2), Display(), run, 1)  # type: ignore[arg-type]
     assert found == ({"steps": 4}, "run")
     says = "rank 1 was killed: resuming from step 2 (restart 1 of 1)"
     assert says in capsys.readouterr().out

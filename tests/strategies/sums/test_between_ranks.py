@@ -145,15 +145,13 @@ def test_a_model_that_communicates_by_itself_has_the_results_of_single(
     assert "communicates with other ranks: the sum check is left out" in said
 
 
-def test_a_parameter_that_forward_writes_alike_on_every_rank_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", RANKS)
+def test_a_parameter_that_forward_writes_alike_on_every_rank_trains(
+    strategy: str, tmp_path: Path
+) -> None:
     expected = weights(momentum(epochs=2), "single", tmp_path)
-    found = weights(momentum(epochs=2), "ddp", tmp_path)
+    found = weights(momentum(epochs=2), strategy, tmp_path)
     assert (found - expected).abs().max() < 1e-10
-
-
-def test_a_parameter_that_forward_writes_is_refused_in_shards(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match=r'fsdp: forward writes parameter ".*": take ddp'):
-        weights(momentum(epochs=1), "fsdp", tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["dp", "pp"])

@@ -1,7 +1,8 @@
 """BlockWatch: hooks on the blocks of a sharded model, for what PyTorch's own leave open.
 
-They find which parameters got a gradient, in which order this rank comes to the blocks, and refuse
-what would compute with parameters that aren't gathered any more.
+They find which parameters got a gradient and in which order this rank comes to the blocks, keep
+what forward writes to gathered parameters, and refuse what would compute with parameters that
+aren't gathered any more.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ class BlockWatch:
 
     Attributes:
         used: the names of the parameters that got a gradient.
+        written: the names of parameters that forward writes.
         order: a hash below 2^20 of the blocks that this rank has come to, in their order.
     """
 
     def __init__(self, model: nn.Module, shards: Shards) -> None:
         self.used: set[str] = set()
+        self.written: set[str] = set()
         self.order = 0
 
         in_blocks: set[nn.Module] = set()
@@ -96,9 +99,17 @@ class BlockWatch:
                 note = functools.partial(self._note_gradient, of_model)
                 p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
+        @torch.no_grad()
+        def keep_written(module: nn.Module, args: Any, outputs: Any) -> None:
+            for holder, key, of_model in places:
+                if of_model in self.written:
+                    part = shards.part_of(of_model, holder._parameters[key])
+                    shards.local[of_model].copy_(part)
+
         # The first one comes before that of ``fully_shard``, which gathers.
         block.register_forward_pre_hook(_refuse_in_loss, prepend=True)
         block.register_forward_pre_hook(when_gathered)
+        block.register_forward_hook(keep_written, prepend=True)
         block.register_forward_hook(_holds_outputs(name), prepend=True)
 
     def begin(self) -> None:

@@ -201,14 +201,9 @@ class ShardedStep(RankStep):
         return 2 * self.shards.bytes_here + gradients
 
     def _check_sums(self, batch: Batch) -> None:
-        """Hold a batch to being the sum of its parts, and refuse what forward writes.
-
-        Raises:
-            StrategyError: forward writes a parameter, whose shards would lose that.
-        """
+        """Hold a batch to being the sum of its parts, and keep what forward writes."""
         super()._check_sums(batch)
-        for name in self.sums.written:
-            raise StrategyError(f'fsdp: forward writes parameter "{name}": take ddp')
+        self.watch.written = self.sums.written
 
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known, or is the shards."""
