@@ -199,25 +199,25 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 236_451
+TOTAL = 236_491
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
     "cli": 5_981,
     "compare": 12_135,
-    "data": 12_506,
+    "data": 12_529,
     "export": 3_846,
     "launch": 19_530,
     "map": 5_068,
-    "model": 16_142,
+    "model": 16_374,
     "parallel": 10_969,
     "pipelining": 17_822,
     "prediction": 3_960,
     "profiling": 3_669,
     "report": 1_936,
     "run": 4_190,
-    "strategies": 52_020,
+    "strategies": 51_805,
     "tensors": 8_841,
     "threads": 6_392,
     "top": 7_839,

@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.data.loader import Loader
-from lockstep.data.order import drawn, indices_of
-from lockstep.data.shares import Row
-from lockstep.errors import JobError, RunError
+from lockstep.data.order import indices_of
+from lockstep.data.shares import ORDER, Row, mixed
+from lockstep.errors import JobError, RunError, error_line
+from lockstep.tensors.seeding import kept_states, seed_all
 
 _MOST = 1 << 20
 """Batches that an epoch may have: a generator may not end."""
@@ -34,9 +35,13 @@ def listed(function: Callable[[int], Iterable[Any]], n: int, seed: int, epoch: i
         JobError: the function raised, gave something else than lists of indices that exist, or
             doesn't end.
     """
-    given = drawn(
-        "batches", lambda: list(itertools.islice(function(epoch), _MOST + 1)), seed, epoch
-    )
+    with kept_states():
+        seed_all(mixed(seed, ORDER, epoch))
+        try:
+            given = list(itertools.islice(function(epoch), _MOST + 1))
+        except Exception as error:
+            raise JobError(f"batches: for epoch {epoch} it raised {error_line(error)}") from error
+
     if not given:
         raise JobError(f"batches: for epoch {epoch} it gave no batch")
     if len(given) > _MOST:

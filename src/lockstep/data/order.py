@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from torch import Tensor
 from lockstep.data.shares import ORDER, mixed
 from lockstep.errors import JobError, error_line
 from lockstep.tensors.seeding import kept_states, seed_all
-
-T = TypeVar("T")
 
 
 def permutation(n: int, seed: int, epoch: int) -> Tensor:
@@ -34,27 +32,15 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
     Raises:
         JobError: it raised, or gave something else than indices that exist.
     """
-    order = drawn("order", lambda: torch.as_tensor(function(epoch)), seed, epoch)
-    return indices_of(order, n, f"order: for epoch {epoch} it")
-
-
-def drawn(setting: str, draw: Callable[[], T], seed: int, epoch: int) -> T:
-    """Return what a person's function gives for an epoch under a seed of (seed, epoch).
-
-    Args:
-        setting: the function's, for messages.
-        draw: calls the function.
-        seed, epoch: as in ``by_person``.
-
-    Raises:
-        JobError: it raised.
-    """
+    where = f"order: for epoch {epoch} it"
     with kept_states():
         seed_all(mixed(seed, ORDER, epoch))
         try:
-            return draw()
+            order = torch.as_tensor(function(epoch))
         except Exception as error:
-            raise JobError(f"{setting}: for epoch {epoch} it raised {error_line(error)}") from error
+            raise JobError(f"{where} raised {error_line(error)}") from error
+
+    return indices_of(order, n, where)
 
 
 def indices_of(given: Any, n: int, where: str) -> Tensor:

@@ -226,9 +226,8 @@ class Totalled:
         """Explain an error by the shapes of the arguments; None where they aren't the cause."""
         if is_out_of_memory(error) or isinstance(error, LockstepError):
             return None
-        what = (
-            f"{self.name} can't take outputs {described(outputs)} and targets {described(targets)}"
-        )
+        given = f"outputs {described(outputs)} and targets {described(targets)}"
+        what = f"{self.name} can't take {given}"
         why = cause_of(error, targets)
         if not why and (isinstance(error, Misshapen) or not self._called):
             why = first_line(error)

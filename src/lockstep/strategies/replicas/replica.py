@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import nn
 
 from lockstep.launch.devices import Device
+from lockstep.model.attributes import follow_settings
 from lockstep.model.build import buffers_of
 from lockstep.model.modes import NORMS
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.seeding import seed_on
-
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
-
-_INTERNAL = set(vars(nn.Module())) - {"training"}
-"""What PyTorch keeps in each module."""
 
 
 class Replica:
@@ -95,7 +87,7 @@ class Replica:
             first: the first replica.
             statistics: whether running statistics are taken that don't act, too.
         """
-        _follow_settings(self._modules, first._modules)
+        follow_settings(self._modules, first._modules)
         for place, (mine, _) in zip(first._buffers, self._buffers, strict=True):
             module, name = place
             # Running statistics act in evaluation only, so they may differ in training.
@@ -119,31 +111,3 @@ class Replica:
         else:
             copied = value.clone()
             module._buffers[name] = copied.to(self._device.torch)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text, a switch, or a list, tuple or dictionary of such."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
-
-
-def _follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:
-    """Give the modules of a replica the model's plain attributes: ``training``, a temperature.
-
-    An object that several modules share is one object in the replica, too.
-
-    Args:
-        replica: the modules of the replica.
-        model: the modules of the model, in the same order.
-    """
-    copies: dict[int, Any] = {}
-    for mine, other in zip(model, replica, strict=True):
-        theirs = vars(other)
-        for name, value in vars(mine).items():
-            if theirs.get(name) is value or name in _INTERNAL:
-                continue
-            if _is_plain(value):
-                theirs[name] = copy.deepcopy(value, copies)
