@@ -199,29 +199,29 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 236_491
+TOTAL = 238_067
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
     "cli": 5_981,
     "compare": 12_135,
-    "data": 12_529,
+    "data": 12_728,
     "export": 3_846,
     "launch": 19_530,
     "map": 5_068,
-    "model": 16_374,
-    "parallel": 10_969,
+    "model": 17_227,
+    "parallel": 11_396,
     "pipelining": 17_822,
     "prediction": 3_960,
     "profiling": 3_669,
     "report": 1_936,
     "run": 4_190,
-    "strategies": 51_805,
+    "strategies": 51_881,
     "tensors": 8_841,
     "threads": 6_392,
     "top": 7_839,
-    "training": 25_795,
+    "training": 25_816,
     "verify": 12_021,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the

@@ -351,15 +351,17 @@ def wrong_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return mean
 
 
-IN_PLACE = r"^step 1: forward or the loss writes in place .*: write .* inplace=False$"
-
 WRONG_UPDATES = {
-    "own code": (lambda: nn.Sequential(Writing("writes")), IN_PLACE),
+    "own code": (
+        lambda: nn.Sequential(Writing("writes")),
+        r'^model: layer "0" \(Writing\) writes in place to a tensor of shape \(\d, 3\) that '
+        r"backward needs \(test_messages\.py, line \d+\): write y = y \+ 1",
+    ),
     "inplace=True": (
         lambda: nn.Sequential(nn.Linear(6, 3), nn.Sigmoid(), nn.ReLU(inplace=True)),
-        IN_PLACE,
+        r'^model: layer "2" \(ReLU\) writes in place .* backward needs: write .* inplace=False$',
     ),
-    "loss": (mlp, IN_PLACE),
+    "loss": (mlp, r"^the loss writes in place .* \(test_messages\.py, line \d+\)"),
     "state": (lambda: Writing("keeps"), r"^step 2: what the model .*: keep state\.detach\(\)$"),
     "assert": (lambda: Writing("asserts"), r"^step 1: an index is out of range .* a target that"),
     "indices": (

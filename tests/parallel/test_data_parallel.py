@@ -285,17 +285,34 @@ def test_gradients_go_on_into_what_came_before_and_hooks_on_parameters_see_the_s
     same(sorted(seen[1], key=len), sorted(seen[0], key=len))
 
 
-def test_gradients_that_are_to_be_differentiated_are_refused() -> None:
-    net, x = DataParallel(Net(), "3xcpu"), torch.randn(7, 6, requires_grad=True)
-    with pytest.raises(InputError, match=r"differentiated twice .* \(net\.module\)"):
-        torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+def test_gradients_can_be_differentiated() -> None:
+    def penalty(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = module(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return (slope.square().sum(1) - 1).square().mean() + out.sum()
+
+    plain, net = pair(Net(), "3xcpu")
+    x = torch.randn(7, 6, requires_grad=True)
+    for module in (plain, net):
+        penalty(module, x).backward()
+    same(gradients(net.module), gradients(plain))
 
 
-def test_gradients_pass_the_numerical_check() -> None:
+def test_gradients_of_any_order_pass_the_numerical_check() -> None:
     net = DataParallel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), "2xcpu")
     x = torch.randn(3, 2, requires_grad=True)
     weight = net.module[0].weight
     assert torch.autograd.gradcheck(lambda x, w: net(x), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: net(x), (x, weight))
+    plain = net.module
+    thirds = []
+    for module in (plain, net):
+        value = module(x).sum()
+        for _ in range(3):
+            (slope,) = torch.autograd.grad(value, x, create_graph=True)
+            value = slope.pow(2).sum()
+        thirds.append(torch.autograd.grad(value, [x, weight]))
+    same(thirds[1], thirds[0])
 
 
 def test_buffers_that_want_gradients_have_them() -> None:
@@ -379,12 +396,24 @@ def test_a_tensor_that_the_module_closed_over_has_its_gradient() -> None:
     same(factor.grad, net.module.parts[0](x).sum().detach())
 
 
-def test_it_goes_where_plain_gradients_would_with_grad() -> None:
+def test_it_goes_where_plain_gradients_would_with_grad_and_with_graphs() -> None:
     factor = torch.tensor(2.0, requires_grad=True)
     plain, net = pair(Applied(lambda linear, x: linear(x).square() * factor, nn.Linear(2, 2)))
     x = torch.randn(4, 2, requires_grad=True)
-    found = [torch.autograd.grad(module(x).sum(), x) for module in (plain, net)]
-    assert factor.grad is None
+    found = []
+    for module in (plain, net):
+        factor.grad = None
+        torch.autograd.grad(module(x).sum(), x)
+        assert factor.grad is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a reference cycle
+            module(x).sum().backward(create_graph=True)
+        weight = next(module.parameters())
+        slope = weight.grad.sum() + factor.grad
+        module.zero_grad()
+        factor.grad = None
+        slope.backward()
+        found.append([weight.grad, factor.grad])
     same(found[1], found[0])
 
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -247,11 +248,28 @@ def test_gather_fills_dicts_by_key_not_by_order() -> None:
     assert whole["a"].tolist() == [0, 0] and whole["b"].tolist() == [1, 1]
 
 
-def test_objects_that_are_no_nests_are_the_same_or_refused() -> None:
-    one, other = object(), object()
+class Cache:
+    """Made of pairs, and gone through in pairs, as the caches of transformers are."""
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+        self.pairs = list(pairs)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter(self.pairs)
+
+
+def test_an_object_that_gives_its_tensors_is_made_anew_of_the_joined_ones() -> None:
+    one, other = (
+        Cache([(torch.full((size, 2), 1.0), torch.full((size, 3), 2.0))]) for size in (2, 1)
+    )
+    whole = gather([one, other], "cpu")
+    assert type(whole) is Cache
+    ((keys, values),) = whole.pairs
+    assert torch.equal(keys, torch.full((3, 2), 1.0))
+    assert torch.equal(values, torch.full((3, 3), 2.0))
     assert gather([one, one], "cpu") is one
-    with pytest.raises(InputError, match=r"can't be joined: return tensors, or the same value"):
-        gather([one, other], "cpu")
+    with pytest.raises(InputError, match=r"Caches of 1, 0 parts"):
+        gather([one, Cache()], "cpu")
 
 
 @pytest.mark.parametrize(

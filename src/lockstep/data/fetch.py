@@ -158,6 +158,16 @@ class Fetcher(SampleMaker):
         found: list[int] = self._lookup[torch.as_tensor(share)].tolist()
         return found
 
+    @property
+    def held_on(self) -> torch.device | None:
+        """The accelerator that has a whole tensor dataset; None for a ``Subset``, whose indices
+        are looked up here.
+        """
+        if self.tensors is None or self._lookup is not None:
+            return None
+        inputs, targets = self.tensors
+        return None if inputs.is_cpu or inputs.device != targets.device else inputs.device
+
     def indexed(self, share: Tensor, pin: bool = False) -> Pair:
         """Return the rows of a tensor dataset that are a share."""
         assert self.tensors is not None

@@ -60,6 +60,8 @@ def listed(function: Callable[[int], Iterable[Any]], n: int, seed: int, epoch: i
 class ListLoader(Loader):
     """The loader of a map-style dataset in batches that a person's function lists."""
 
+    _cuts_each = True
+
     def _count_samples(self) -> None:
         self._held = None
         batches = self.orders(0)

@@ -20,7 +20,7 @@ from lockstep.data.shares import Batch, Cutting, Row, over_ranks
 from lockstep.errors import JobError
 from lockstep.launch import world as _world
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import may_pin
+from lockstep.tensors.pytree import may_pin, to_device
 
 _KEPT = 4
 """States that are kept: of the batch in use, of one that is copied ahead, and of one that shows
@@ -130,6 +130,11 @@ class AnyLoader(ABC):
         self._states: dict[tuple[int, int], Any] | None = None  # by epoch and position
         self._next = 0
 
+    @property
+    def _held_on(self) -> torch.device | None:
+        """The accelerator that has the whole dataset already, where one has."""
+        return None
+
     @abstractmethod
     def _fetcher(self) -> Any:
         """Return what makes samples by this dataset and these settings; loader workers hold a
@@ -171,7 +176,9 @@ class AnyLoader(ABC):
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
-        return copied_ahead(batches, self._places) if self._places else batches
+        if set(self._places) <= {self._held_on}:
+            return batches
+        return copied_ahead(batches, self._places)
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -251,6 +258,10 @@ class Loader(AnyLoader):
         self._held: tuple[int, Any] | None = None  # the last epoch asked for
         self.samples = len(self.orders(0))
 
+    @property
+    def _held_on(self) -> torch.device | None:
+        return None if self._count else self._fetching.held_on
+
     def __len__(self) -> int:
         """Return the number of global batches of an epoch (the first)."""
         assert self.samples is not None
@@ -276,7 +287,7 @@ class Loader(AnyLoader):
 
         rows = self._rows(epoch, start)
         collate = functools.partial(self._fetching.with_parts, epoch)
-        for index, (row, pairs) in enumerate(self._fetched(epoch, rows), start):
+        for index, (row, pairs) in enumerate(self._fetched(epoch, start, rows), start):
             if self._states is not None:
                 state = state_of(self._dataset)
                 self._keep(epoch, index + 1, state)
@@ -294,11 +305,20 @@ class Loader(AnyLoader):
             self._compare(f"order: for epoch {epoch} the indices", order, "epoch")
         return self._cutting.rows(order, start)
 
-    def _fetched(self, epoch: int, rows: Iterator[Row]) -> Iterator[tuple[Row, list[Pair]]]:
+    def _fetched(
+        self, epoch: int, start: int, rows: Iterator[Row]
+    ) -> Iterator[tuple[Row, list[Pair]]]:
         """Yield each row, with inputs and targets of its shares that aren't empty."""
         if not self._count and self._fetching.tensors is not None:  # the hot path of a small step
-            for row in rows:
-                yield row, self._indexed(row)
+            held = self._held_on
+            if held is None or self._cuts_each:
+                for row in rows:
+                    yield row, self._indexed(row)
+                return
+
+            placed = self._cutting.rows(to_device(self.orders(epoch), held), start)
+            for row, at in zip(rows, placed, strict=True):
+                yield row, self._indexed(at)
             return
 
         rows, asked = itertools.tee(rows)  # loader workers are asked ahead of what is used
@@ -306,6 +326,11 @@ class Loader(AnyLoader):
             (epoch, [share.tolist() for share in shares if len(share)]) for _, _, *shares in asked
         )
         yield from zip(rows, self._answers(requests), strict=True)
+
+    @property
+    def _cuts_each(self) -> bool:
+        """Whether each batch is cut by itself, where its indices are."""
+        return self._cutting.costs is not None
 
     def _indexed(self, row: Row) -> list[Pair]:
         """Return the rows of a tensor dataset that are the shares of a row."""

@@ -11,8 +11,8 @@ caller's graph stands for all of them::
     cpu:1   stand-ins ──▶ forward ──▶ outputs│gradients      and adds up what comes to its stand-ins
 
 A stand-in shares memory and version with what it stands for, so that autograd notices weights that
-are written between forward and backward, as it would without replicas. Backward itself can't be
-differentiated.
+are written between forward and backward, as it would without replicas. Where backward is itself to
+be differentiated, the gradients' graphs are joined in the same way, to any order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lockstep.errors import InputError
 from lockstep.launch.devices import Device
 from lockstep.tensors import pytree
 from lockstep.threads.thread_pool import borrowed
@@ -86,6 +85,8 @@ def joined(
     devices: Sequence[Device],
     shared: Sequence[Tensor],
     leaves: Sequence[dict[int, Tensor]],
+    *,
+    overlaps: bool = False,
 ) -> list[Any]:
     """Give the outputs of replicas with graphs of their own as outputs of the tensors that their
     leaves stand for.
@@ -96,6 +97,7 @@ def joined(
         shared: the tensors that gradients go to.
         leaves: for each replica its leaves, by the number in ``shared`` of the tensor that they
             stand for.
+        overlaps: the graphs go on into others, which backward will run through by themselves.
 
     Returns:
         Nests of the same structure, which share the memory of ``outputs``.
@@ -110,7 +112,7 @@ def joined(
         return list(outputs)
     # Not the outputs themselves: once they are gathered, their memory needn't be held.
     edges = [list(map(get_gradient_edge, some)) for some in found]
-    made = iter(_Joined.apply(devices, leaves, edges, roots, *shared))  # type: ignore[no-untyped-call]
+    made = iter(_Joined.apply(devices, leaves, edges, overlaps, roots, *shared))  # type: ignore[no-untyped-call]
 
     def put_in(tensor: Tensor) -> Any:
         return next(made) if tensor.requires_grad else tensor
@@ -119,7 +121,9 @@ def joined(
 
 
 class _Joined(torch.autograd.Function):
-    """All replicas as one node: ``(devices, leaves, edges, outputs, *shared) -> outputs``."""
+    """All replicas as one node: ``(devices, leaves, edges, overlaps, outputs, *shared) ->
+    outputs``.
+    """
 
     @staticmethod
     def forward(
@@ -127,10 +131,13 @@ class _Joined(torch.autograd.Function):
         devices: Any,
         leaves: Any,
         edges: Any,
+        overlaps: bool,
         roots: list[Tensor],
         *shared: Any,
     ) -> tuple[Tensor, ...]:
         ctx.graphs = devices, leaves, edges
+        ctx.overlaps = overlaps  # the first to run must leave the others what they need
+        ctx.save_for_backward(*shared)
         ctx.set_materialize_grads(False)
         # With their versions: autograd sees what is changed in place.
         return tuple(root.detach() for root in roots)
@@ -139,31 +146,51 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Sum the gradients of the shared tensors, in the order of the replicas.
 
-        Raises:
-            InputError: they are to be differentiated themselves.
+        Where they are to be differentiated themselves, they have a graph to these tensors, in which
+        the gradients of the outputs are tensors to differentiate by, too.
         """
-        if torch.is_grad_enabled():
-            raise InputError(
-                "a DataParallel on CPU devices can't be differentiated twice (create_graph=True): "
-                "give the module itself (net.module) to what takes second derivatives"
-            )
         devices, leaves, edges = ctx.graphs
+        differentiable = torch.is_grad_enabled()
         everything = _goes_everywhere()
-        keeps = _keeps_graph()
+        ctx.overlaps = ctx.overlaps or differentiable
+        given = list(grads)
+        again = [dict(mine) for mine in leaves]
+        sources: list[Tensor] = []
+        if differentiable:
+            # Asking for saved tensors refuses those that were written since, which only a second
+            # derivative would need.
+            sources = list(ctx.saved_tensors)
+            k = 0
+            for mine, its in zip(again, edges, strict=True):
+                for _ in its:
+                    grad = grads[k]
+                    if grad is not None and grad.requires_grad:
+                        given[k] = stand_in(grad)
+                        mine[len(sources)] = given[k]
+                        sources.append(grad)
+                    k += 1
+
+        settings = {
+            "create_graph": differentiable,
+            "retain_graph": ctx.overlaps or _keeps_graph(),
+        }
         tasks: list[Callable[[], dict[int, Tensor | None]] | None] = []
         start = 0
         for mine, its in zip(leaves, edges, strict=True):
-            pairs = zip(its, grads[start:], strict=False)
+            pairs = zip(its, given[start:], strict=False)
             used = [(edge, grad) for edge, grad in pairs if grad is not None]
             start += len(its)
-            work = functools.partial(_collected, mine, used, everything, keeps)
+            work = functools.partial(_collected, mine, used, everything, **settings)
             tasks.append(work if used else None)
 
         with borrowed(devices) as team:
             found = [theirs or {} for theirs in team.run(tasks)]
+        if differentiable:
+            found = joined(found, devices, sources, again, overlaps=True)
         # What ``autograd.grad`` gives may be the gradient of several tensors at once.
-        sums = _sums(found, len(ctx.needs_input_grad) - 4, in_place=everything)
-        return None, None, None, None, *sums
+        in_place = everything and not differentiable
+        sums = _sums(found, len(ctx.needs_input_grad) - 5, in_place=in_place)
+        return None, None, None, None, None, *sums
 
 
 def _sums(
@@ -196,7 +223,7 @@ def _collected(
     leaves: dict[int, Tensor],
     used: list[tuple[GradientEdge, Tensor]],
     everything: bool,
-    keeps_graph: bool,
+    **settings: Any,
 ) -> dict[int, Tensor | None]:
     """Run backward of one replica from the outputs that have a gradient, in its thread, and give
     the gradients of its leaves.
@@ -207,9 +234,7 @@ def _collected(
     edges, given = zip(*used, strict=True)
     if not everything:
         wanted = list(leaves.values())
-        found = torch.autograd.grad(
-            edges, wanted, given, retain_graph=keeps_graph, allow_unused=True
-        )
+        found = torch.autograd.grad(edges, wanted, given, allow_unused=True, **settings)
         return dict(zip(leaves, found, strict=True))
 
     for leaf in leaves.values():
@@ -217,7 +242,7 @@ def _collected(
     before = getattr(_here, "collects", False)
     _here.collects = True
     try:
-        torch.autograd.backward(edges, given, retain_graph=keeps_graph)
+        torch.autograd.backward(edges, given, **settings)
         return {number: leaf.grad for number, leaf in leaves.items()}
     finally:
         _here.collects = before

@@ -7,7 +7,7 @@ in structure.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,8 +29,10 @@ def gather(
     Gradients go back to where each output came from.
 
     Args:
-        outputs: nests of one structure: tensors are joined along ``dim``; None stays None;
-            anything else must be the same in all of them, and is given once.
+        outputs: nests of one structure: tensors are joined along ``dim``; None stays None; what can
+            be gone through and has tensors inside (a cache of transformers', say) is made anew, as
+            ``type(output)(parts)``; anything else must be the same in all of them, and is given
+            once.
         target_device: where the whole comes to lie; -1 and ``"cpu"`` are the memory of the CPU.
         dim: the dimension to join along. Tensors of 0 dimensions become a vector, with PyTorch's
             warning.
@@ -67,14 +69,23 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
                 f"{pytree.described(outputs[number])}"
             )
     inside = [pytree.parts(item) for item in column]
-    if inside[0] is None:
-        return _agreed(column)
+    is_nest = inside[0] is not None
     if isinstance(first, dict):  # by key: replicas may have filled them in different orders
         inside = [[item[key] for key in first] for item in column]
+    if not is_nest:
+        inside = [_gone_through(item) for item in column]
+        if not any(inside) or all(item is first for item in column):
+            return _agreed(column)
+    counts = [len(parts or ()) for parts in inside]
+    if len(set(counts)) > 1:
+        raise InputError(
+            f"{type(first).__name__}s of {', '.join(map(str, counts))} parts can't be joined: "
+            "return the same number everywhere"
+        )
     parts = []
     for same in zip(*(part or () for part in inside), strict=True):
         parts.append(_joined(list(same), place, dim, outputs))
-    return pytree.rebuilt(first, parts)
+    return pytree.rebuilt(first, parts) if is_nest else type(first)(parts)
 
 
 def _concatenated(column: list[Tensor], place: torch.device, dim: int) -> Tensor:
@@ -96,6 +107,18 @@ def _why_apart(tensors: list[Tensor], dim: int) -> str:
         f"tensors of shapes {shapes} can't be joined along dimension {dim}; where each replica "
         "pads its share, let it pad to one length (give total_length to pad_packed_sequence)"
     )
+
+
+def _gone_through(item: Any) -> list[Any]:
+    """List the parts of an object that has tensors inside, as PyTorch's gather goes through it; else
+    none.
+    """
+    if not isinstance(item, Iterable) or isinstance(item, (str, bytes, Iterator, Set)):
+        return []
+    parts = list(item)
+    if next(pytree.tensors(parts), None) is None:
+        return []
+    return parts
 
 
 def _agreed(column: list[Any]) -> Any:

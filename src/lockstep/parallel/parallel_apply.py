@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
+from lockstep.launch.cores import occupied
 from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
@@ -68,6 +69,8 @@ def parallel_apply(
     for module, given, kwargs in zip(modules, inputs, named, strict=True):
         args = given if isinstance(given, (list, tuple)) else (given,)
         calls.append(functools.partial(module, *args, **(kwargs or {})))
+    if not places[0].is_slot and len(set(places)) == 1:
+        return _one_after_another(calls, places[0])
     with borrowed(places) as team:
         return team.run(calls)
 
@@ -90,6 +93,21 @@ def _in_stream(source: random_streams.Source | None, call: Callable[[], T]) -> T
     """Call a function that draws its random numbers from ``source``."""
     with random_streams.stream(source):
         return call()
+
+
+def _one_after_another(calls: Sequence[Callable[[], Any]], device: Device) -> list[Any]:
+    """All on one accelerator: it has one queue of work, and threads would wait for each other's
+    interpreter lock.
+    """
+    found = []
+    with occupied(device):
+        for i, call in enumerate(calls):
+            try:
+                found.append(call())
+            except Exception as error:
+                error.add_note(f"raised by replica {i} on {device}")
+                raise
+    return found
 
 
 def _same_length(count: int, other: int, name: str) -> None:

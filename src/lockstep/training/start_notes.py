@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.data import AnyLoader, is_stream, stream_notes
 from lockstep.errors import counted
 from lockstep.launch.cores import note_on_threads
+from lockstep.model.precision import note_on_precision
 from lockstep.run.events import Line
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.resume import changed_parameters
@@ -151,6 +152,7 @@ def _notes(setup: Setup) -> Iterator[str | None]:
             )
 
     yield note_on_threads(world.device)
+    yield note_on_precision(job.precision, world.device.type)
 
     size = _batch_size(setup)
     shares = setup.shares_of(size)

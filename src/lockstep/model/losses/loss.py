@@ -44,7 +44,7 @@ from lockstep.model.losses.loss_errors import cause_of
 from lockstep.model.losses.model_loss import loss_of_model, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
 from lockstep.tensors.common_memory import tensors_of
-from lockstep.tensors.pytree import described, tensors
+from lockstep.tensors.pytree import tensors
 
 Number = float | Tensor
 """A total, or a count."""
@@ -211,7 +211,7 @@ class Totalled:
                 given = (outputs, targets, numbers)
             value = (self._mean or self._call)(*given)
         except Exception as error:
-            known = self._explained(error, outputs, targets)
+            known = self._explained(error, outputs, targets, samples)
             if known is None:
                 raise
             raise known from error
@@ -222,13 +222,24 @@ class Totalled:
             return Loss(*value)
         return self._as_loss(value, samples)
 
-    def _explained(self, error: Exception, outputs: Any, targets: Any) -> LossError | None:
+    def _explained(
+        self,
+        error: Exception,
+        outputs: Any,
+        targets: Any,
+        samples: int,
+    ) -> LossError | None:
         """Explain an error by the shapes of the arguments; None where they aren't the cause."""
         if is_out_of_memory(error) or isinstance(error, LockstepError):
             return None
-        given = f"outputs {described(outputs)} and targets {described(targets)}"
+        given = f"outputs {_described(outputs)} and targets {_described(targets)}"
         what = f"{self.name} can't take {given}"
-        why = cause_of(error, targets)
+        if samples == 1 and _is_squeezed(outputs, targets):
+            what += " of a local batch of one sample: the outputs have no row for it"
+            fix = "where forward calls squeeze(), name the dimension, as in squeeze(-1)"
+            return LossError(what, kind="shape", fix=fix)
+        takes_tensors = isinstance(self._mean, SummedMean)
+        why = cause_of(error, outputs, targets, takes_tensors=takes_tensors)
         if not why and (isinstance(error, Misshapen) or not self._called):
             why = first_line(error)
         return LossError(f"{what}: {why}", kind="shape") if why else None
@@ -290,7 +301,7 @@ class Totalled:
         share = value.total if isinstance(value, Loss) else value
         if not isinstance(share, Tensor) or share.dim():
             raise LossError(
-                f"{self.name} returned {described(value)}: with counts= it returns a share of the "
+                f"{self.name} returned {_described(value)}: with counts= it returns a share of the "
                 "loss, a scalar tensor, or lockstep.Loss(share, 1, parts=...)"
             )
         if share.dtype in HALF:
@@ -313,7 +324,7 @@ class Totalled:
             )
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
             raise LossError(
-                f'{self.name}: part "{name}" is {described(pair)}, (total, count) is expected, '
+                f'{self.name}: part "{name}" is {_described(pair)}, (total, count) is expected, '
                 "two numbers"
             )
         total, count = pair
@@ -325,7 +336,7 @@ class Totalled:
 
     def _validate(self, value: Any) -> None:
         """Refuse what is no pair of a total and a count."""
-        what = f"{self.name} returned {described(value)}"
+        what = f"{self.name} returned {_described(value)}"
         if not isinstance(value, tuple) or len(value) != 2:
             fix = _TENSOR if isinstance(value, float) else ""
             raise LossError(f"{what}, a scalar tensor or (total, count) is expected", fix=fix)
@@ -366,5 +377,25 @@ def _name_of(loss: Any) -> str:
     return "loss" if name in ("<lambda>", "loss") else f"loss {name}"
 
 
+def _is_squeezed(outputs: Any, targets: Any) -> bool:
+    """Return whether targets have a row for the only sample, and outputs have none."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return False
+    return outputs.shape[:1] != targets.shape[:1] == (1,)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
+
+
+def _described(value: Any) -> str:
+    """Describe a value by its shapes, for messages."""
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape))
+    kind = type(value).__name__
+    if isinstance(value, tuple | list):
+        return f"{kind}[{', '.join(map(_described, value))}]"
+    if isinstance(value, dict):
+        items = [f"{key}: {_described(item)}" for key, item in value.items()]
+        return f"{kind}[{', '.join(items)}]"
+    return "None" if value is None else f"a {kind}"

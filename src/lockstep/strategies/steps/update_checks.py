@@ -17,6 +17,7 @@ from lockstep.errors import LockstepError, LossError, NonFiniteLoss, OutOfMemory
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.activation_checkpointing import not_checkpointable
 from lockstep.model.compile import not_compilable
+from lockstep.model.inplace_error import inplace_error
 from lockstep.model.layer_error import is_of_one_sample
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.nonfinite import why_not_finite
@@ -37,10 +38,6 @@ _CAUSES = {
     ),
     "Found dtype Long but expected": (
         "backward of the loss takes no targets of integers: give targets.float()"
-    ),
-    "modified by an inplace operation": (
-        "forward or the loss writes in place to a tensor that backward needs: write y = y + 1 for "
-        "y += 1, and inplace=False"
     ),
     "backward through the graph a second time": (
         "what the model or the loss keeps of an earlier batch has a graph: keep state.detach()"
@@ -159,7 +156,7 @@ class UpdateChecks:
                 f"samples: use a smaller batch_size, or accumulate={2 * step._accumulate}"
             )
         if not is_of_one_sample(error):
-            return self._known(error)
+            return self._known(error, batch)
         sizes = [part.of for part in batch.parts]
         # One is of this rank alone under hogwild, the other where a rank of an own loop has none.
         whole = max(batch.size, sum(sizes))
@@ -173,12 +170,22 @@ class UpdateChecks:
         fewer = "fewer micro-batches, or " if len(sizes) > 1 else ""
         return RunError(f"{what}: choose {fewer}a batch_size that leaves no batch of one sample")
 
-    def _known(self, error: Exception) -> LockstepError | None:
+    def _known(self, error: Exception, batch: Batch) -> LockstepError | None:
         """Explain an error of autograd or of a kernel by its text; None for any other."""
+        step = self._step
         for text, cause in _CAUSES.items():
             if text in str(error):
-                return RunError(f"step {self._step.world.step}: {cause}")
-        return None
+                return RunError(f"step {step.world.step}: {cause}")
+        if step._synchronises or step.layout.keeps_shards or step._compile:
+            return None  # forward meets other ranks, or has no operators of PyTorch's own
+
+        model = step.models()[0]
+
+        def forward() -> None:
+            part = step.placed(step.sums.largest_part(batch))
+            step._outputs_and_loss(model, part)
+
+        return inplace_error(error, model, forward)
 
     # ---- what accelerators find, which the host reads later --------------------------------------
 
