@@ -19,6 +19,9 @@ from lockstep.errors import StrategyError
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.tensors.pytree import each, tensors
 
+Places = list[tuple[nn.Module, str, str]]
+"""Modules, the names that they have for a parameter, and the parameter's name in the model."""
+
 _computing: list[str] = []
 """What the sharded steps of this process compute now."""
 
@@ -80,7 +83,7 @@ class BlockWatch:
             name: what messages call the block.
             number: of the block, the same on all ranks.
         """
-        places = []
+        places: Places = []
         for of_model in shards.cut:
             for module, key in shards.places[of_model]:
                 if module in modules:
@@ -99,18 +102,23 @@ class BlockWatch:
                 note = functools.partial(self._note_gradient, of_model)
                 p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
+        # The first one comes before that of ``fully_shard``, which gathers.
+        block.register_forward_pre_hook(_refuse_in_loss, prepend=True)
+        block.register_forward_pre_hook(when_gathered)
+        block.register_forward_hook(self._keeps_written(shards, places), prepend=True)
+        block.register_forward_hook(_holds_outputs(name), prepend=True)
+
+    def _keeps_written(self, shards: Shards, places: Places) -> Callable[..., None]:
+        """Return a hook that gives the shards what a block's forward has written."""
+
         @torch.no_grad()
-        def keep_written(module: nn.Module, args: Any, outputs: Any) -> None:
+        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
             for holder, key, of_model in places:
                 if of_model in self.written:
                     part = shards.part_of(of_model, holder._parameters[key])
                     shards.local[of_model].copy_(part)
 
-        # The first one comes before that of ``fully_shard``, which gathers.
-        block.register_forward_pre_hook(_refuse_in_loss, prepend=True)
-        block.register_forward_pre_hook(when_gathered)
-        block.register_forward_hook(keep_written, prepend=True)
-        block.register_forward_hook(_holds_outputs(name), prepend=True)
+        return hook
 
     def begin(self) -> None:
         """Forget the last update, or the last batch of an evaluation."""
