@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data import Part
@@ -80,39 +81,39 @@ class FlatReducer:
         beside = torch.cat([used, beside])
 
         rows = self._sparse_rows(parameters)
-        by_format: dict[Any, list[nn.Parameter]] = defaultdict(list)
-        for p in parameters:
-            by_format[p.dtype, p.device].append(p)
-        views: dict[nn.Parameter, torch.Tensor] = {}
+        by_format: dict[Any, list[int]] = defaultdict(list)
+        for number, p in enumerate(parameters):
+            by_format[p.dtype, p.device].append(number)
+        summed: dict[int, torch.Tensor] = {}
         is_summed = False
         for (dtype, place), members in by_format.items():
-            pieces = [_flat(p) for p in members]
+            pieces = [_dense(parameters[number]) for number in members]
             rides = not is_summed and dtype in _COUNTS
             if rides:
                 pieces.append(beside.to(place, dtype))
-            flat = self._world.all_reduce(torch.cat(pieces))
-            summed = torch.split(flat, [len(piece) for piece in pieces])
-            views.update(zip(members, summed, strict=False))
+            flat = self._world.all_reduce(_flatten_dense_tensors(pieces))  # type: ignore[no-untyped-call]
+            pieces = _unflatten_dense_tensors(flat, pieces)  # type: ignore[no-untyped-call]
             if rides:
-                beside = summed[-1]
+                beside = pieces[-1]
                 is_summed = True
+            summed.update(zip(members, pieces, strict=False))
         if not is_summed:
             beside = self._world.all_reduce(beside)
 
         if not all(here):
             here = (beside[: len(here)] > 0).tolist()
-        for p, is_used in zip(parameters, here, strict=True):
-            p.grad = _shaped(views[p], p, rows.get(p)) if is_used else None
+        for number, p in enumerate(parameters):
+            p.grad = _laid_out(summed[number], p, rows.get(number)) if here[number] else None
         sums = beside[len(here) :]
         return sums.tolist() if sums.is_cpu else sums
 
-    def _sparse_rows(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, list[int]]:
-        """Find the rows that any rank has of each sparse gradient."""
+    def _sparse_rows(self, parameters: list[nn.Parameter]) -> dict[int, list[int]]:
+        """Find the rows that any rank has of each sparse gradient, by the parameter's number."""
         rows = {}
-        for p in parameters:
+        for number, p in enumerate(parameters):
             if id(p) in self._sparse:
                 of_ranks = self._world.gather_objects(_rows_in(p.grad))
-                rows[p] = sorted(set().union(*of_ranks))
+                rows[number] = sorted(set().union(*of_ranks))
         return rows
 
 
@@ -126,34 +127,33 @@ def _rows_in(grad: torch.Tensor | None) -> list[int]:
     return rows
 
 
-def _flat(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient as a vector; zeros where there is none."""
+def _dense(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient; zeros where there is none."""
     grad = parameter.grad
     if grad is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    if grad.is_sparse:
-        grad = grad.to_dense()
-    return grad.flatten()
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return grad.to_dense() if grad.is_sparse else grad
 
 
-def _shaped(
-    flat: torch.Tensor, parameter: nn.Parameter, rows: list[int] | None = None
+def _laid_out(
+    grad: torch.Tensor, parameter: nn.Parameter, rows: list[int] | None = None
 ) -> torch.Tensor:
-    """Return a summed gradient in the parameter's shape and memory layout.
+    """Return a summed gradient in the parameter's memory layout.
 
     PyTorch's fused optimizers on CPU go through parameter and gradient by address, and silently
     take the wrong elements where the layouts differ (torch 2.13, ``channels_last``).
 
     Args:
-        flat: the gradient as a vector.
+        grad: dense and contiguous.
         parameter: the gradient's.
         rows: of a sparse gradient. ``to_sparse`` would leave out rows of zeros, which SparseAdam
             moves.
     """
-    grad = flat.view(parameter.shape)
     if rows is not None:
-        indices = torch.tensor([rows], device=flat.device)
+        indices = torch.tensor([rows], device=grad.device)
         return torch.sparse_coo_tensor(indices, grad[rows], grad.shape, is_coalesced=True)
+    if not grad.numel():
+        return torch.empty_like(parameter)  # PyTorch gives vectors for tensors without elements
     if parameter.is_contiguous():
         return grad
     return torch.empty_like(parameter).copy_(grad)
