@@ -219,6 +219,11 @@ class HogwildStep(SingleStep):
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self._shared = shared
+        self.accumulation.why_whole = (
+            "hogwild: a rank takes its part of the learning rate by the size of the global batch, "
+            "which isn't known before step.update(): call step(inputs, targets), with accumulate= "
+            "of lockstep.parallelize, or take ddp"
+        )
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
@@ -233,18 +238,6 @@ class HogwildStep(SingleStep):
 
     def bytes_communicated(self) -> None:
         """Give None: it depends on which core has a weight in its cache."""
-
-    def backward(self, inputs: Any, targets: Any = None) -> Result:
-        """Refuse a part of an update.
-
-        Raises:
-            StrategyError: always.
-        """
-        raise StrategyError(
-            "hogwild: a rank takes its part of the learning rate by the size of the global batch, "
-            "which isn't known before step.update(): call step(inputs, targets), with accumulate= "
-            "of lockstep.parallelize, or take ddp"
-        )
 
     def update(self, batch: Batch | None = None) -> Result:
         """Make one update from this rank's share; total and count are those of the share."""

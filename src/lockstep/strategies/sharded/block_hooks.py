@@ -113,6 +113,8 @@ class BlockWatch:
 
         @torch.no_grad()
         def hook(module: nn.Module, args: Any, outputs: Any) -> None:
+            if not self.written:
+                return
             for holder, key, of_model in places:
                 if of_model in self.written:
                     part = shards.part_of(of_model, holder._parameters[key])

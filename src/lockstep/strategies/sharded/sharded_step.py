@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, Part
-from lockstep.errors import InputError, StrategyError
+from lockstep.errors import InputError
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
@@ -71,6 +70,10 @@ class ShardedStep(RankStep):
         self.shards = shards
         super().__init__(model, optimizer, job, world, exchange)
         self._waits_in_backward = True
+        self.accumulation.why_whole = (
+            "fsdp: step.backward(...) isn't supported: call step(inputs, targets), with "
+            "parallelize(accumulate=...) for several micro-batches, or take ddp"
+        )
         self._needs_first_ranks = "fsdp"
         self._elementwise = elementwise
         self.watch = BlockWatch(model, shards)
@@ -99,17 +102,6 @@ class ShardedStep(RankStep):
         if not self._elementwise:
             refuse_hooks(self.optimizer)
         super()._look_at_flags()
-
-    def backward(self, inputs: Any, targets: Any = None) -> NoReturn:
-        """Refuse parts of an update that a loop gives one by one.
-
-        Raises:
-            StrategyError: always.
-        """
-        raise StrategyError(
-            "fsdp: step.backward(...) isn't supported: call step(inputs, targets), with "
-            "parallelize(accumulate=...) for several micro-batches, or take ddp"
-        )
 
     # ---- an update -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
-from lockstep.errors import InputError
+from lockstep.errors import InputError, StrategyError
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.update_checks import EXPLAINED
 from lockstep.strategies.steps.update_result import added
@@ -43,6 +43,7 @@ class ManualAccumulation:
         losses: of the parts.
         samples: of the parts together.
         left: the gradients that ``backward`` has left, with their versions.
+        why_whole: why a strategy needs whole batches; "" where the strategy takes parts.
     """
 
     def __init__(self, step: Step) -> None:
@@ -51,15 +52,19 @@ class ManualAccumulation:
         self.losses: list[Loss] = []
         self.samples = 0
         self.left: list[tuple[torch.Tensor | None, int]] = []
+        self.why_whole = ""
         self._has_begun = False
 
     def refuse_whole(self) -> None:
-        """Refuse parts of a batch where the loss needs the whole batch.
+        """Refuse parts of a batch where the strategy or the loss needs the whole batch.
 
         Raises:
-            InputError: it does.
+            StrategyError: the strategy does.
+            InputError: the loss does.
         """
         step = self._step
+        if self.why_whole:
+            raise StrategyError(self.why_whole)
         setting = ""
         if step.whole_batch is not None:
             setting = 'loss_over="batch"'
