@@ -61,7 +61,7 @@ def _seconds(world: World, plain: Plain) -> float:
     )
     taken = 0.0
     for epoch in range(EPOCHS):
-        places = places_of(loader, job.batch_size, epoch)
+        places = places_of(loader, job, epoch)
         for batch in Excerpt(loader, places).epoch(epoch):
             world.barrier()
             began = time.perf_counter()

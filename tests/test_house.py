@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 238_201
+TOTAL = 238_187
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -217,7 +217,7 @@ TOKENS = {
     "profiling": 3_669,
     "report": 1_936,
     "run": 4_190,
-    "strategies": 52_015,
+    "strategies": 52_001,
     "tensors": 8_841,
     "threads": 6_392,
     "top": 7_839,
