@@ -199,13 +199,13 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 238_187
+TOTAL = 237_310
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
     "cli": 5_981,
-    "compare": 12_135,
+    "compare": 11_425,
     "data": 12_728,
     "export": 3_846,
     "launch": 19_530,
@@ -217,7 +217,7 @@ TOKENS = {
     "profiling": 3_669,
     "report": 1_936,
     "run": 4_190,
-    "strategies": 52_001,
+    "strategies": 51_834,
     "tensors": 8_841,
     "threads": 6_392,
     "top": 7_839,
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_444
+    assert bars.lines_of_the_reading_path() <= 2_422
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -1,6 +1,6 @@
 """The turns of a comparison::
 
-a look at each    A B C      sizes, where the time goes, parity; nothing of it is timed
+a look at each    A B C      sizes and parity; nothing of it is timed
 rounds            A B C  A B C   A B C  ...      each in fresh processes that warm up for themselves
 with epochs       A B C      each trained, for its losses and metrics
 """
@@ -175,7 +175,7 @@ def _look(
         row,
         caveats=caveats,
         plans=list(tried.plans),
-        observed=tried.observed,
+        shapes=tried.shapes,
     )
     line = f"{entry.name}: works, started in {tried.started:.1f} s"
     if parity and entry.role == "strategy":

@@ -4,7 +4,6 @@
 
     runs/digits-compare-20261121-093000/
       compare.json     all that was found
-      compare.csv      a line for each row
       report.html      one file, with everything in it (needs the extra `report`)
       figures/         each of its figures as .png
       runs/            with ``epochs``: the run of each
@@ -20,22 +19,21 @@ from typing import Any
 
 from lockstep.compare.advice import best_of
 from lockstep.compare.comparison_page import write_page
-from lockstep.compare.comparison_table import csv_of, lines_of
+from lockstep.compare.comparison_table import lines_of
 from lockstep.compare.result import Comparison
 from lockstep.errors import FolderError, InputError
 from lockstep.run.run_folder import json_text
 
 
 def write(found: Comparison) -> None:
-    """Write ``compare.json`` and ``compare.csv`` in its folder.
+    """Write ``compare.json`` in its folder.
 
     Raises:
-        FolderError: they can't be written.
+        FolderError: it can't be written.
     """
     folder = Path(found.folder)
     try:
         (folder / "compare.json").write_text(json_of(found))
-        (folder / "compare.csv").write_text(csv_of(found))
     except OSError as error:
         raise FolderError(
             f"{folder}: can't be written: {error.strerror}; choose another with --folder"
@@ -76,4 +74,4 @@ def log_comparison(found: Comparison, log: Callable[[str], None]) -> None:
         log(f"\nno report.html: {error}")
     else:
         log(f"\nreport: {os.path.relpath(page)}")
-    log(f"numbers: {os.path.relpath(found.folder)}/compare.json and compare.csv")
+    log(f"numbers: {os.path.relpath(found.folder)}/compare.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.comparison_table import (
     SPEED,
-    TIME,
+    START,
     batches_of,
     caveats_of,
     cells_of,
@@ -100,12 +100,11 @@ def _overview(found: Comparison) -> Table:
     """Return the table of everything that was measured."""
     caption = (
         f"{explained(found)}. Effic.: the speed-up over one device, for each device. Memory: the "
-        "largest, of a process or an accelerator. Comp., comm., wait, load, other: where the time "
-        "of a step goes. Moved: the bytes that a device sends to the others in a step, if known. "
-        "Start: until the first step is done. Parity: the largest difference of any parameter "
-        "from single-device training, relative to the parameter's change."
+        "largest, of a process or an accelerator. Start: until the first step is done. Parity: the "
+        "largest difference of any parameter from single-device training, relative to the "
+        "parameter's change."
     )
-    columns = (*SPEED, *TIME, "devices")
+    columns = (*SPEED, *START, "devices")
     return table(cells_of(found), columns, "All of it", caption)
 
 
@@ -149,10 +148,9 @@ def _shapes(found: Comparison) -> Table:
     """Return the table of what each device has of the first batch."""
     rows = []
     for row in found.measured:
-        if row.observed is not None:
-            for device in row.observed.devices:
-                inputs = written(device["inputs"])
-                outputs = written(device["outputs"])
-                rows.append([row.name, device["device"], inputs, outputs])
+        for device in row.shapes:
+            inputs = written(device["inputs"])
+            outputs = written(device["outputs"])
+            rows.append([row.name, device["device"], inputs, outputs])
     caption = "Of one micro-batch, as the model has them."
     return Table(["", "device", "inputs", "outputs"], rows, "Sizes", caption)

@@ -1,17 +1,13 @@
-"""The rows of a comparison in words, as tables, and as CSV; and all that is printed of them."""
+"""The rows of a comparison in words, as tables; and all that is printed of them."""
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from lockstep.compare.advice import all_cores, best_of, sentence, unsteady
 from lockstep.compare.result import Comparison, Row
 from lockstep.errors import counted
-from lockstep.profiling.time_breakdown import KINDS
 from lockstep.report.table import Table
 from lockstep.tensors.byte_size import size
 
@@ -24,11 +20,8 @@ _RATIOS = {
 }
 """The columns of ratios, and the figures of a row that they show."""
 
-_SHARES = dict(zip(("comp.", "comm.", "wait", "load", "other"), KINDS, strict=True))
-"""The columns of where the time of a step goes."""
-
-TIME = (*_SHARES, "moved", "start", "parity")
-"""The columns of time and parity."""
+START = ("start", "parity")
+"""The columns of the second table of a terminal."""
 
 _OF_CORES = (
     "; memory: of a process. CPU devices are cores of one machine; speed-ups on GPUs may be larger "
@@ -103,14 +96,8 @@ def _cells(found: Comparison, row: Row) -> dict[str, str]:
     for head, name in _RATIOS.items():
         if name in figures:
             cells[head] = f"{figures[name]:.2f}"
-    for head, kind in _SHARES.items():
-        if kind in figures:
-            cells[head] = _percent(figures[kind])
-    if len(row.devices) > 1:
-        if "efficiency" in figures:
-            cells["effic."] = _percent(figures["efficiency"])
-        if figures.get("moved_bytes") is not None:
-            cells["moved"] = size(figures["moved_bytes"])
+    if len(row.devices) > 1 and "efficiency" in figures:
+        cells["effic."] = f"{100 * figures['efficiency']:.0f} %"
     if row.agreement is not None:
         cells["parity"] = str(row.agreement)
     return cells
@@ -130,12 +117,6 @@ def _rate(value: float) -> str:
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
-
-
-def _percent(part: float) -> str:
-    """Return ``87 %`` for 0.87."""
-    percent = 100 * part
-    return f"{percent:.0f} %"
 
 
 def reached(found: Comparison) -> Table:
@@ -192,9 +173,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
             below += _OF_CORES
         lines += _wrapped([below], width)
         lines.append("")
-        lines += table(cells, TIME).lines(width)
-        moved = "moved: the bytes that a device sends to the others in a step, if known"
-        lines += _wrapped([moved], width)
+        lines += table(cells, START).lines(width)
     lines += _wrapped([*plans_of(found), *caveats_of(found)], width)
 
     outcome = reached(found)
@@ -282,31 +261,3 @@ def _wrapped(texts: Sequence[str], width: int, indent: str = "") -> list[str]:
         )
         lines += broken or [""]
     return lines
-
-
-def csv_of(found: Comparison) -> str:
-    """Return a CSV file: a line for each row, with plain numbers; what failed has its reason.
-
-    A column that only some rows have is empty in the others.
-    """
-    rows = [_numbers(found, row) for row in found.rows]
-    out = io.StringIO()
-    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def _numbers(found: Comparison, row: Row) -> dict[str, object]:
-    """Return the cells of a row in a CSV file, by column."""
-    settings = [f"{key}={value}" for key, value in row.settings.items()]
-    return {
-        "name": row.name,
-        "strategy": row.strategy,
-        "devices": row.where,
-        "settings": " ".join(settings),
-        **found.figures(row),
-        **_last(row),
-        "reason": row.reason,
-    }

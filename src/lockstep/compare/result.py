@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.compare.agreement import Agreement
-from lockstep.compare.observed_updates import ObservedUpdates
 from lockstep.compare.planned_rows import Role
 from lockstep.compare.timing import Timing
 from lockstep.strategies import kind_of
@@ -34,7 +33,8 @@ class Row:
         caveats: where results differ from single-device training.
         plans: what was chosen for it, such as the stages of a pipeline.
         agreement: whether its numbers are those of one device.
-        observed: what was observed in some updates.
+        shapes: the ``device``, ``inputs`` and ``outputs`` of the first micro-batch of each replica
+            that has a sample: by its path in the nest, the shape of each tensor.
         history: with ``epochs``, a record for each.
     """
 
@@ -54,7 +54,7 @@ class Row:
     caveats: Sequence[str] = field(default_factory=list)
     plans: Sequence[str] = field(default_factory=list)
     agreement: Agreement | None = None
-    observed: ObservedUpdates | None = None
+    shapes: Sequence[dict[str, Any]] = field(default_factory=list)
     history: Sequence[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -68,21 +68,6 @@ class Row:
         if self.agreement is None or self.agreement.equal is None:
             return kind_of(self.strategy).exact is True
         return self.agreement.equal
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The shares of a step (computing, ...), of all ranks or replicas together; empty where
-        they aren't known.
-        """
-        if self.observed is None or not self.observed.times:
-            return {}
-        times = self.observed.times
-        step = sum(one.step for one in times)
-        shares = {}
-        for kind in times[0].kinds:
-            seconds = sum(one.kinds[kind] for one in times)
-            shares[kind] = seconds / step
-        return shares
 
 
 @dataclass(frozen=True)
@@ -169,9 +154,6 @@ class Comparison:
             figures["largest_memory_bytes"] = max(row.peaks)
             figures["memory_bytes"] = sum(row.peaks)
             figures["start_seconds"] = row.started
-        figures |= row.shares
-        if row.observed is not None:
-            figures["moved_bytes"] = row.observed.moved
         if row.agreement is not None:
             figures["parity"] = row.agreement.word
             figures["difference"] = row.agreement.difference

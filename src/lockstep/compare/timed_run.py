@@ -4,14 +4,14 @@ end with it, so that no memory, cache or thread of one is there for the next.
 ::
 
     first update | 2 updates | 4 | 8 | ...     until a chunk takes long enough: that one's rate counts
-     (compiles)    (warm up)               | a few more, observed, where that is wanted
+     (compiles)    (warm up)
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import monotonic as now
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.compare.observed_updates import ObservedUpdates, observe
 from lockstep.compare.planned_rows import Setup
 from lockstep.compare.timing import Timing, rate_of
 from lockstep.data import Batch, is_stream, resolve
@@ -55,7 +54,7 @@ class TrialResult:
         caveats: where results differ from single-device training.
         plans: what was chosen for it, such as the stages of a pipeline.
         started: seconds from the call until the first update was done.
-        observed: what was observed in some updates, where that was asked for.
+        shapes: of the first update on each device, where that was asked for.
     """
 
     rate: float
@@ -66,7 +65,7 @@ class TrialResult:
     caveats: tuple[Caveat, ...] = ()
     plans: tuple[str, ...] = ()
     started: float = 0.0
-    observed: ObservedUpdates | None = None
+    shapes: Sequence[dict[str, Any]] = ()
 
     @property
     def peak(self) -> int:
@@ -87,7 +86,7 @@ def attempt(
         job: the job, or its file.
         setup: how it is trained.
         seconds: how long the timed updates take at least.
-        looks: go on with a few more updates: the shapes on each device, and where its time goes.
+        looks: note the shapes on each device.
 
     Raises:
         LockstepError: this setup is refused, or fails.
@@ -183,7 +182,7 @@ def _tried(
         strategy: its settings, as a person chose them.
         asked: when the trial was asked for.
         seconds: how long the timed updates take at least.
-        looks: whether a few more updates are observed.
+        looks: whether the shapes on each device are noted.
     """
     lines: list[Line] = []
 
@@ -198,14 +197,16 @@ def _tried(
     step.sums.last = 1  # later checks are few in a training, and many in the updates of a turn
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
-    shapes = FirstStep(step) if looks else None
+    observer = FirstStep(step) if looks else None
     first, _ = _timed(step, batches, 1, job.seed)
     started = now() - asked
+    shapes = []
+    if observer is not None:
+        mine = [str(device) for device in world.devices]
+        names = itertools.chain(*world.gather_objects(mine))
+        shapes = observer.done(list(names))
     rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
     step.check()
-    observed = None
-    if shapes is not None:
-        observed = observe(step, shapes, batches, job.seed)
     batches.close()
     loader.close()
 
@@ -223,7 +224,7 @@ def _tried(
         caveats=tuple(caveats),
         plans=tuple(line.text for line in lines if line.kind == "plan"),
         started=started,
-        observed=observed,
+        shapes=shapes,
     )
 
 

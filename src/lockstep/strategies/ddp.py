@@ -152,10 +152,6 @@ class DDPStep(RankStep):
         explain_reducer(error)
         super()._explain(error, batch)
 
-    def bytes_communicated(self) -> int:
-        """Count the gradients; how often they are sent depends on the backend."""
-        return self._bytes() if self.world.size > 1 else 0
-
     def _bytes(self) -> int:
         return sum(p.nbytes for p in self.trained.values)
 

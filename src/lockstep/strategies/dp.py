@@ -252,13 +252,3 @@ class DPStep(Step):
         """Give replicas that share the first one's parameters its mode."""
         if self._shares_parameters:
             self.copies.follow_modes()
-
-    def bytes_communicated(self) -> int:
-        """Count the gradients of a replica, or the parameters that the first accelerator gives."""
-        if self.replicas == 1:
-            return 0
-        gradients = sum(p.nbytes for p in self.trained.values)
-        if self._shares_parameters:
-            return gradients
-        parameters = sum(p.nbytes for p in self.model.parameters())
-        return max(gradients, (self.replicas - 1) * parameters)

@@ -236,9 +236,6 @@ class HogwildStep(SingleStep):
                     "train it from now on"
                 )
 
-    def bytes_communicated(self) -> None:
-        """Give None: it depends on which core has a weight in its cache."""
-
     def update(self, batch: Batch | None = None) -> Result:
         """Make one update from this rank's share; total and count are those of the share."""
         if batch is None:

@@ -46,10 +46,6 @@ class Single(Strategy):
 class SingleStep(Step):
     """The step of one device: forward and backward of each micro-batch in turn."""
 
-    def bytes_communicated(self) -> int | None:
-        """Give 0: one device sends nothing."""
-        return 0
-
     def gradients(self, batch: Batch) -> Loss:
         """Compute gradients, which autograd sums over the micro-batches."""
         for p in self.trained.values:

@@ -187,11 +187,6 @@ class ShardedStep(RankStep):
         ranks = torch.tensor(float(is_unfit), device=device)
         return not self.world.all_reduce(ranks)
 
-    def bytes_communicated(self) -> int:
-        """Count this rank's shard, gathered in forward and in backward, and the whole gradients."""
-        gradients = sum(p.nbytes for p in self.trained.held.values())
-        return 2 * self.shards.bytes_here + gradients
-
     def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, and keep what forward writes."""
         super()._check_sums(batch)

@@ -709,10 +709,6 @@ class Step:
             here: whether each rank has a sample.
         """
 
-    def bytes_communicated(self) -> int | None:
-        """Give the bytes that a device sends to the others in an update; None if unknown."""
-        return None
-
     def over_ranks(self, loss: Loss) -> Loss:
         """Sum the loss of this rank's results of an epoch over all ranks."""
         return loss
