@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 237_310
+TOTAL = 236_970
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -212,12 +212,12 @@ TOKENS = {
     "map": 5_068,
     "model": 17_227,
     "parallel": 11_396,
-    "pipelining": 17_822,
+    "pipelining": 17_554,
     "prediction": 3_960,
     "profiling": 3_669,
     "report": 1_936,
     "run": 4_190,
-    "strategies": 51_834,
+    "strategies": 51_762,
     "tensors": 8_841,
     "threads": 6_392,
     "top": 7_839,

@@ -343,13 +343,12 @@ def test_micro_batches_that_the_model_can_not_take_are_not_chosen() -> None:
 def test_memory_is_looked_at(monkeypatch) -> None:
     room = [100.0, 100.0]
     monkeypatch.setattr("lockstep.pipelining.planner.partition.capacities", lambda devices: room)
-    with pytest.raises(StrategyError, match=r"stage \d \(.*\) needs .*B, and its device has 100 B"):
+    with pytest.raises(
+        StrategyError, match=r"nothing fits: 1f1b .* needs .*B on a device that has 100 B"
+    ):
         lockstep.partition(small_job(), devices="2xcpu", seconds=0.0)
     with pytest.raises(StrategyError, match="6 stages, but the model has 5 blocks"):
         lockstep.partition(small_job(), devices="6xcpu", seconds=0.0)
-    room = [1000.0, 1e6]
-    wide = lockstep.partition(small_job(), devices="2xcpu", seconds=0.0)
-    assert wide.stages[0].need <= 1000 and len(wide.stages[0].blocks) == 1
 
 
 def test_layers_of_a_model_that_does_not_fit_on_a_device_are_divided_by_their_parameters(

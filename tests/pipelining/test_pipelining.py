@@ -619,7 +619,6 @@ def test_what_is_auto_is_chosen_and_said_and_kept_where_the_run_goes_on(
         raise AssertionError("measured again")
 
     monkeypatch.setattr("lockstep.strategies.pp.planned", never)
-    monkeypatch.setattr("lockstep.strategies.pp.found_for", never)
     more = train(job, strategy=way, devices="2xcpu", resume=run.folder, epochs=3, quiet=True)
     assert json.loads((more.folder / "config.json").read_text())["strategy_settings"] == chosen
 

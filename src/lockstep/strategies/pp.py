@@ -34,7 +34,7 @@ from lockstep.model.build import build_model
 from lockstep.model.modes import draws_dropout
 from lockstep.model.optimizers.build import build_optimizer
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.partition import capacities, even_split, found_for
+from lockstep.pipelining.planner.partition import capacities, even_split
 from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned
 from lockstep.pipelining.planner.stage_table import Partition
 from lockstep.pipelining.runner import Runner
@@ -201,15 +201,12 @@ class PP(Strategy):
 
         _log_stages(found, world)
         way = replace(way, device_map=found.device_map)
-        return way._chosen(choice, world)
+        return way._chosen(choice, world) if way._is_open else way
 
-    def _chosen(self, choice: Choice | None, world: World) -> PP:
-        """Take over what a simulation chose, where it is open."""
-        if choice is None:
-            return self
+    def _chosen(self, choice: Choice, world: World) -> PP:
+        """Take over what a simulation chose."""
         best = choice.best
-        if self._is_open:
-            world.emit(Line(choice.why, "plan"))
+        world.emit(Line(choice.why, "plan"))
         microbatches = self.microbatches
         if microbatches == "auto":
             microbatches = best.microbatches
@@ -220,19 +217,12 @@ class PP(Strategy):
             chunks=best.plan.chunks,
         )
 
-    def _measured(self, job: Job, world: World) -> tuple[Partition, Choice | None]:
-        """Find the stages, and a schedule where it is open or a device has several stages."""
+    def _measured(self, job: Job, world: World) -> tuple[Partition, Choice]:
+        """Find the stages, and a schedule where it is open."""
         devices = world.devices
-        capacity = _memory_of(world)
         number = self.num_microbatches(job) // job.accumulate
         chunks = self.chunks_on(len(devices))
         job = self.seen_by_a_replica(job)
-        if chunks == 1 and not self._is_open:
-            cut = job.replace(accumulate=self.num_microbatches(job))
-            order = _order_of(self, len(devices), job)
-            schedule = order(number)
-            return found_for(cut, devices, schedule, capacity), None
-
         numbers: Sequence[int] = [number]
         if self.microbatches == "auto":
             numbers = NUMBERS
@@ -249,7 +239,7 @@ class PP(Strategy):
             schedules=schedules,
             microbatches=numbers,
             chunks=numbers_of_chunks,
-            capacity=capacity,
+            capacity=_memory_of(world),
         )
 
     def seen_by_a_replica(self, job: Job) -> Job:

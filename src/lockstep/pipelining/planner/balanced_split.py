@@ -15,43 +15,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from lockstep.errors import StrategyError, TooFewLayers, counted
+from lockstep.errors import TooFewLayers, counted
 from lockstep.pipelining.planner.blocks import Block
-from lockstep.tensors.byte_size import size
 
-Need = Callable[[int, Sequence[Block]], float]
-"""(stage, its blocks) -> bytes."""
-
-_Best = tuple[float, float, list[int]]
-"""Of a split: how many times too large a stage is for its device at most, the slowest stage's time,
-and the bounds.
-"""
+_Best = tuple[float, list[int]]
+"""Of a split: the slowest stage's time, and the bounds."""
 
 
-def split(
-    blocks: Sequence[Block],
-    stages: int,
-    *,
-    need: Need = lambda stage, run: 0.0,
-    capacity: Sequence[float] | None = None,
-    slack: float = 0.0,
-) -> list[int]:
+def split(blocks: Sequence[Block], stages: int, *, slack: float = 0.0) -> list[int]:
     """Find where each stage begins: its first block's place, for every stage, and the number of
     blocks at the end.
 
     Args:
         blocks: in the order of execution.
         stages: how many runs of them, none empty.
-        need: the bytes that a stage needs.
-        capacity: of each stage's device, in bytes; None doesn't look at memory.
         slack: how much slower than the fastest the slowest stage may be for a cut higher up in the
             tree of modules, as a share.
 
     Raises:
         TooFewLayers: there are more stages than blocks.
-        StrategyError: a device is too small for its stage.
     """
     if stages > len(blocks):
         has = counted(len(blocks), "block")
@@ -63,42 +47,23 @@ def split(
     depths = _depths(blocks)
     deepest = max(depths) or 1
 
-    def overfull(stage: int, first: int, last: int) -> float:
-        """Tell how many times too large a stage is for its device; 0 where it fits."""
-        if capacity is None:
-            return 0.0
-        share = need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
-        return share if share > 1 else 0.0
-
     # By the number of blocks before, the best split of them.
-    best: dict[int, _Best] = {0: (0.0, 0.0, [0])}
+    best: dict[int, _Best] = {0: (0.0, [0])}
     for stage in range(stages):
         found: dict[int, _Best] = {}
         # Each stage before and behind this one has a block at least.
         most = len(blocks) - (stages - stage - 1)
         for last in range(stage + 1, most + 1):
-            found[last] = math.inf, math.inf, []
-            for first, (over, slowest, bounds) in best.items():
-                if first >= last or (over, slowest) >= found[last][:2]:
+            found[last] = math.inf, []
+            for first, (slowest, bounds) in best.items():
+                if first >= last:
                     continue
                 depth = (depths[first] + depths[last]) / (2 * deepest)
                 time = (before[last] - before[first]) * (1 + slack * depth)
-                so_far = max(over, overfull(stage, first, last)), max(slowest, time)
-                if so_far < found[last][:2]:
-                    found[last] = *so_far, [*bounds, last]
+                if max(slowest, time) < found[last][0]:
+                    found[last] = max(slowest, time), [*bounds, last]
         best = found
-    over, _, bounds = best[len(blocks)]
-    if over and capacity is not None:
-        ends = list(itertools.pairwise(bounds))
-        stage = max(range(stages), key=lambda stage: overfull(stage, *ends[stage]))
-        first, last = ends[stage]
-        run = blocks[first:last]
-        raise StrategyError(
-            f"partition: no split fits: stage {stage} ({run[0].name} to {run[-1].name}) needs "
-            f"{size(need(stage, run))}, and its device has {size(capacity[stage])}: use more "
-            "devices, a smaller batch_size, more micro-batches, or activation_checkpointing"
-        )
-    return bounds
+    return best[len(blocks)][1]
 
 
 def _depths(blocks: Sequence[Block]) -> list[int]:

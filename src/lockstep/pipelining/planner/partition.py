@@ -8,7 +8,6 @@ a map to paste.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,22 +21,15 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.memory import free_memory
-from lockstep.launch.placement import alone
-from lockstep.pipelining.device_map import DeviceMap, longest
 from lockstep.pipelining.planner.balanced_split import split
 from lockstep.pipelining.planner.blocks import Block, block_names, elements, map_of
-from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
-from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.planner.stage_table import Partition, Stage
-from lockstep.pipelining.schedule import Schedule, one_f_one_b
-
-SLACK = 0.01
-"""How much slower the slowest stage may be, as a share, for a cut between larger modules: less than
-noise.
-"""
+from lockstep.pipelining.planner.plan import planned
+from lockstep.pipelining.planner.stage_table import Partition
 
 _SLACK_OF_PARAMETERS = 0.2
-"""The same where nothing is measured: parameters are far from times."""
+"""How much larger the largest stage may be, as a share, for a cut between larger modules: parameters
+are far from times.
+"""
 
 
 def partition(
@@ -55,8 +47,8 @@ def partition(
         found.device_map           # {"stem": 0, "layer1": 0, "layer2": 1, ...}
 
     Each block is timed on the first device, on the job's first batch, and the run of blocks for
-    each device is chosen so that the slowest device is as fast as can be, and each fits into its
-    memory (CPU devices share the machine's memory). Nothing of the job is changed.
+    each device is chosen so that the slowest device is as fast as can be. Nothing of the job is
+    changed.
 
     Args:
         job: as in ``train``.
@@ -68,84 +60,23 @@ def partition(
 
     Raises:
         StrategyError: there are more devices than blocks, or a device is too small for its stage
-            (both sizes are in the message).
+            (both sizes are in the message; CPU devices share the machine's memory).
         JobError: the job can't be loaded, or its model doesn't take its data.
     """
     if microbatches < 1:
         raise StrategyError(f"partition: {microbatches} micro-batches; there is at least one")
     chosen = _devices.parse(devices)
     asked = with_settings(as_job(job), settings, partition)
-    loaded = the_job(asked)
-    loaded = loaded.replace(accumulate=loaded.accumulate * microbatches)
-    schedule = one_f_one_b(len(chosen), microbatches)
-    return found_for(loaded, chosen, schedule, capacities(chosen), seconds)
-
-
-def found_for(
-    job: Job,
-    devices: Sequence[Device],
-    schedule: Schedule,
-    capacity: Sequence[float] | None,
-    seconds: float = 1.0,
-) -> Partition:
-    """Find the partition for a job that is loaded; its first micro-batch is measured.
-
-    Args:
-        job: with as many accumulation parts as micro-batches.
-        devices: one for each stage.
-        schedule: gives the number of micro-batches that a stage holds; each device has one.
-        capacity: bytes of each device; None doesn't look at memory.
-        seconds: how long to measure, at least.
-    """
-    with alone(tuple(devices[:1])) as world:
-        bench = ModelBenchmark(job, world)
-        samples = bench.first.size
-        blocks = bench.blocks(samples, seconds)
-    held = simulate(schedule).held()
-    return divided(bench, blocks, samples, devices, capacity=capacity, held=held)
-
-
-def divided(
-    bench: ModelBenchmark,
-    blocks: Sequence[Block],
-    samples: int,
-    devices: Sequence[Device],
-    *,
-    given: DeviceMap | None = None,
-    capacity: Sequence[float] | None = None,
-    held: Sequence[float] | None = None,
-) -> Partition:
-    """Find the best run of blocks for each stage, or those of a device map, which need not
-    follow one another.
-
-    Args:
-        bench: whose blocks they are.
-        blocks: with their costs for a micro-batch.
-        samples: the size of the micro-batch.
-        devices: of each stage.
-        given: the stage of each layer, where that is known.
-        capacity: bytes that each stage may take; None doesn't look at memory.
-        held: how many micro-batches each stage holds; None is one.
-    """
-
-    def need(stage: int, run: Sequence[Block]) -> float:
-        number = held[stage] if held is not None else 1.0
-        return sum(bench.fixed(block) + number * block.activations for block in run)
-
-    runs: list[list[Block]] = [[] for _ in devices]
-    if given is None:
-        bounds = split(blocks, len(devices), need=need, capacity=capacity, slack=SLACK)
-        for run, (first, last) in zip(runs, itertools.pairwise(bounds), strict=True):
-            run += blocks[first:last]
-        device_map = map_of(bench.model, blocks, bounds)
-    else:
-        for block in blocks:
-            runs[longest(block.name, given) or 0].append(block)
-        device_map = dict(given)
-    found = []
-    for stage, (device, run) in enumerate(zip(devices, runs, strict=True)):
-        found.append(Stage(device, tuple(run), need(stage, run)))
-    return Partition(device_map, tuple(found), samples)
+    found, _ = planned(
+        the_job(asked),
+        chosen,
+        schedules=["1f1b"],
+        microbatches=[microbatches],
+        chunks=(1,),
+        capacity=capacities(chosen),
+        seconds=seconds,
+    )
+    return found
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:

@@ -1,10 +1,9 @@
-"""The whole plan of a pipeline for a job: measured at three sizes of micro-batch, split, simulated,
-chosen.
+"""The whole plan of a pipeline for a job: measured, split, simulated, chosen.
 
 More micro-batches wait less, but cutting a batch costs: small operators are slower for each sample.
 So each stage's time is measured for several sizes of micro-batch, and is taken to lie on a straight
 line between them. Every schedule is simulated with every number of micro-batches; what doesn't fit
-into the devices' memory is left out.
+into the devices' memory is left out. Where there is nothing to choose, one size is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -21,18 +20,23 @@ from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
-from lockstep.pipelining.device_map import DeviceMap
-from lockstep.pipelining.planner.blocks import Block
+from lockstep.pipelining.device_map import DeviceMap, longest
+from lockstep.pipelining.planner.balanced_split import split
+from lockstep.pipelining.planner.blocks import Block, map_of
 from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
-from lockstep.pipelining.planner.partition import divided
 from lockstep.pipelining.planner.simulate import Timeline, simulate
-from lockstep.pipelining.planner.stage_table import Partition
+from lockstep.pipelining.planner.stage_table import Partition, Stage
 from lockstep.pipelining.schedule import Kind, Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.tensors.byte_size import size as size_text
 from lockstep.tensors.rows import share_sizes
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """The numbers of micro-batches that are simulated."""
+
+_SLACK = 0.01
+"""How much slower the slowest stage may be, as a share, for a cut between larger modules: less than
+noise.
+"""
 
 _NEAR = 1.01
 """What is slower than the fastest by no more than that is as good, and then the one that holds
@@ -279,22 +283,22 @@ def planned(
     """
     with alone(tuple(devices[:1])) as world:
         bench = ModelBenchmark(job, world)
-        by_size = _measured_at_sizes(bench, seconds)
-    batch = bench.first.size
-    near = max(1, batch // _NEAR_CUT)
-    if near not in by_size:  # the model can't take it
-        near = batch
+        batch = bench.first.size
+        # A batch is in no more micro-batches than it has samples, whatever was asked for.
+        numbers = sorted({min(number, batch) for number in microbatches})
+        sizes = [batch, max(1, batch // _NEAR_CUT), max(1, batch // _SMALL_CUT)]
+        if schedules is not None and len(schedules) == len(numbers) == len(chunks) == 1:
+            sizes = share_sizes(batch, numbers[0])[:1]
+        by_size = _measured_at_sizes(bench, sizes, seconds)
+    near = sizes[1] if len(by_size) > 1 else sizes[0]
     blocks = by_size[near]
     plans: list[Plan] = []
     for each in chunks:
         of_stages = [*devices] * each
         if plans and (len(of_stages) > len(blocks) or len(devices) == 1):
             continue
-        # What is held is looked at by the simulation, which knows the schedule.
-        found = divided(bench, blocks, near, of_stages, given=device_map)
+        found = _divided(bench, blocks, near, of_stages, device_map)
         plans.append(Plan(len(devices), _costs(bench, by_size, found), found))
-    # A batch is in no more micro-batches than it has samples, whatever was asked for.
-    numbers = sorted({min(number, batch) for number in microbatches})
     possible = [number for number in numbers if batch // number >= min(by_size)]
     choice = choose_schedule(
         batch,
@@ -304,22 +308,66 @@ def planned(
         # If none is possible, the first update says what is wrong with them.
         microbatches=possible or numbers,
     )
-    chosen = choice.best.plan.partition
-    assert chosen is not None
-    return chosen, choice
+    return _with_needs(choice), choice
 
 
-def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> dict[int, tuple[Block, ...]]:
+def _divided(
+    bench: ModelBenchmark,
+    blocks: Sequence[Block],
+    samples: int,
+    devices: Sequence[Device],
+    given: DeviceMap | None,
+) -> Partition:
+    """Find the best run of blocks for each stage, or those of a device map, which need not
+    follow one another.
+
+    Args:
+        bench: whose blocks they are.
+        blocks: with their costs for a micro-batch.
+        samples: the size of the micro-batch.
+        devices: of each stage.
+        given: the stage of each layer, where that is known.
+    """
+    runs: list[list[Block]] = [[] for _ in devices]
+    if given is None:
+        bounds = split(blocks, len(devices), slack=_SLACK)
+        for run, (first, last) in zip(runs, itertools.pairwise(bounds), strict=True):
+            run += blocks[first:last]
+        device_map = map_of(bench.model, blocks, bounds)
+    else:
+        for block in blocks:
+            runs[longest(block.name, given) or 0].append(block)
+        device_map = dict(given)
+    pairs = zip(devices, runs, strict=True)
+    return Partition(device_map, tuple(Stage(device, tuple(run)) for device, run in pairs), samples)
+
+
+def _with_needs(choice: Choice) -> Partition:
+    """Return the partition of the best candidate, with the bytes that each stage needs in it."""
+    best = choice.best
+    plan = best.plan
+    assert plan.partition is not None
+    sample = dict.fromkeys(range(len(plan.costs)), 0.0)
+    size = share_sizes(choice.samples, best.microbatches)[0]
+    stages = []
+    for number, (stage, cost) in enumerate(zip(plan.partition.stages, plan.costs, strict=True)):
+        held = best.timeline.held({**sample, number: cost.kept * size})
+        stages.append(replace(stage, need=cost.fixed + sum(held)))
+    return replace(plan.partition, stages=tuple(stages))
+
+
+def _measured_at_sizes(
+    bench: ModelBenchmark, sizes: Sequence[int], seconds: float
+) -> dict[int, tuple[Block, ...]]:
     """Measure the blocks by the samples of a micro-batch, down to what the model can take.
 
     Args:
         bench: the model.
+        sizes: the samples, the largest first.
         seconds: how long to measure, for each size.
     """
-    whole = bench.first.size
-    by_size = {whole: bench.blocks(whole, seconds)}
-    for number in (_NEAR_CUT, _SMALL_CUT):
-        size = max(1, whole // number)
+    by_size = {sizes[0]: bench.blocks(sizes[0], seconds)}
+    for size in sizes[1:]:
         if size in by_size:
             continue
         try:

@@ -26,7 +26,7 @@ class Stage:
 
     device: Device
     blocks: tuple[Block, ...]
-    need: float
+    need: float = 0.0
 
     @property
     def name(self) -> str:
