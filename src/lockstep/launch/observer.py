@@ -31,10 +31,6 @@ class Observer:
         """Around a part of an update, which ``words`` name."""
         return _NOTHING
 
-    def collective(self, name: str, parties: int) -> _Context:
-        """Give the context of what the first ``parties`` ranks, or replicas, do together."""
-        return _NOTHING
-
     def replica(self, number: int) -> _Context:
         """Around all that a replica's thread does in an update."""
         return _NOTHING

@@ -23,7 +23,7 @@ from lockstep.errors import InputError
 from lockstep.launch import cores as _cores
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
-from lockstep.launch.observer import Observer, observed
+from lockstep.launch.observer import Observer, phase
 from lockstep.launch.processes.rank_agreement import Meeting
 from lockstep.run import stop_request
 
@@ -37,16 +37,8 @@ COLLECTIVES: set[str] = set()
 
 def _collective(function: Callable[P, T]) -> Callable[P, T]:
     """Mark a method of World in which ranks wait for one another."""
-
-    def around(
-        observer: Observer, world: World, *args: Any, **named: Any
-    ) -> contextlib.AbstractContextManager[None]:
-        group = named.get("group")
-        parties = world.size if group is None else dist.get_world_size(group)
-        return observer.collective(function.__name__, parties)
-
     COLLECTIVES.add(function.__name__)
-    run = observed(around)(function)
+    run = phase("communicating", function.__name__)(function)
 
     @functools.wraps(function)
     def counted(*args: P.args, **named: P.kwargs) -> T:

@@ -31,12 +31,10 @@ class _Place:
     Attributes:
         times: what the thread notes.
         inner: for each open phase, the seconds that belong to phases inside it.
-        is_in_collective: whether it communicates.
     """
 
     times: StepTimes
     inner: list[float] = field(default_factory=list)
-    is_in_collective: bool = False
 
     def took(self, seconds: float) -> None:
         """Note that a part of the open phase took so long, and belongs to something else."""
@@ -185,6 +183,7 @@ class Clock(Observer):
         if place is None:  # its work is part of what waits for it
             yield
             return
+        self.wait()
         began = now()
         place.inner.append(0.0)
         try:
@@ -195,43 +194,6 @@ class Clock(Observer):
             whole = now() - began
             place.times.add(kind, name, whole - place.inner.pop())
             place.took(whole)
-
-    @contextlib.contextmanager
-    def collective(self, name: str, parties: int) -> Iterator[None]:
-        """Note what ranks, or replicas, do together. Inside another collective nothing is noted.
-
-        Args:
-            name: of the collective.
-            parties: how many take part: the first ones.
-        """
-        place = self._place
-        if place is None or place.is_in_collective:
-            yield
-            return
-        place.is_in_collective = True
-        try:
-            with record_function(name):
-                self.wait()
-                entered = now()
-                yield
-                self.wait()
-        finally:
-            place.is_in_collective = False
-        self._was_in(name, parties, entered)
-
-    def _was_in(self, name: str, parties: int, entered: float) -> None:
-        """Note that this thread has left a collective.
-
-        Args:
-            name: of the collective.
-            parties: how many take part: the first ones.
-            entered: the moment at which it began.
-        """
-        place: _Place = self._here.place
-        left = now()
-        stays = place.times.collectives.setdefault((name, parties), [])
-        stays.append((entered, left))
-        place.took(left - entered)
 
     @contextlib.contextmanager
     def stages(self) -> Iterator[None]:
@@ -276,8 +238,7 @@ class Clock(Observer):
 
     @contextlib.contextmanager
     def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
-        """Note what remains to be summed when backward's own work is done, as a collective:
-        PyTorch's reducer sums while backward runs.
+        """Note what remains to be summed when backward's own work is done: PyTorch's reducer sums while backward runs.
 
         The reducer waits for its sums in a callback at the end of backward. A callback that was
         queued before it runs before it.
@@ -304,7 +265,10 @@ class Clock(Observer):
         hook.remove()
         if computed:
             self.wait()
-            self._was_in("reduce", self._world.size, computed[0])
+            place: _Place = self._here.place
+            seconds = now() - computed[0]
+            place.times.add("communicating", "reduce", seconds)
+            place.took(seconds)
             self.overlaps = True
 
 
@@ -318,7 +282,3 @@ def _add_those_of_loop(own: StepTimes, times: StepTimes) -> None:
     own.wall = times.wall
     for (kind, phase), seconds in times.spent.items():
         own.add(kind, phase, seconds)
-    for (name, parties), stays in times.collectives.items():
-        if parties > 1:  # the wait for another rank is part of it
-            for entered, left in stays:
-                own.add("communicating", name, left - entered)

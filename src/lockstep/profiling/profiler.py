@@ -139,7 +139,7 @@ class Profiler:
             first=world.step - len(clock.track.steps) + 1,
             last=world.step,
             whose=clock.whose,
-            rows=times_of(tracks, one_clock=world.nodes == 1),
+            rows=times_of(tracks),
             notes=tuple(self._notes()),
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
             folder=os.path.relpath(folder),
@@ -175,10 +175,6 @@ class Profiler:
         if self._clock.overlaps:
             notes.append(
                 "communicating: only what backward did not hide (sums run while it computes)"
-            )
-        if self._world.nodes > 1:
-            notes.append(
-                "communicating: waiting for other ranks too, since clocks of machines differ"
             )
         if not self._world.device.is_slot:
             notes.append(

@@ -22,12 +22,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import StrategyError
-from lockstep.launch.observer import Observer, observed
+from lockstep.launch.observer import Observer, phase
 from lockstep.launch.world import World, wait_awake
 
-_exchanging = observed(
-    lambda observer, session, tensor: observer.collective("batch norm", session.parties)
-)
+_exchanging = phase("communicating", "batch norm")
 
 
 class ThreadExchange:
