@@ -2,13 +2,13 @@
 
 Both sides get the same. Dropout is out from the start, since its masks would differ; of the others
 an experiment shows whether they are the cause. In the place of random numbers each operator gives
-about their mean, so that parts of a batch draw what the whole drew.
+one number, so that parts of a batch draw what the whole drew.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ _MOST = 1000
 @contextmanager
 def drawing_nothing(*, only_masks: bool = False) -> Iterator[None]:
     """Draw nothing in this thread meanwhile; with ``only_masks``, no masks of dropout."""
-    with _NoDropoutInAttention(), _Means(_MASKS if only_masks else _DRAWS):
+    with _NoDropoutInAttention(), _Still(_MASKS if only_masks else _DRAWS):
         yield
 
 
@@ -96,16 +96,24 @@ class _NoDropoutInAttention(TorchFunctionMode):
         return func(*args, **named)
 
 
-class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators that draw from PyTorch's own generators give about their mean.
+_DRAWS = ("rand", "normal", "uniform", "exponential", "geometric", "bernoulli", "native_dropout")
+"""What the names of operators that draw, and whose draws can be replaced, begin with."""
 
-    So dropout passes on what it gets, up to its scale. The generators are put back, so that numbers
-    drawn in another way still show.
+_MASKS = ("bernoulli_", "native_dropout")
+"""The same of those that draw the masks of dropout."""
+
+
+class _Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators that draw from PyTorch's own generators give the same number everywhere.
+
+    Where something is drawn with a chance, that is the chance, so that dropout passes on what it
+    gets, up to its scale. The generators are put back, so that numbers drawn in another way still
+    show.
     """
 
-    def __init__(self, operators: Sequence[str]) -> None:
+    def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._operators = operators
+        self._names = names
         self._calls = 0
 
     def __torch_dispatch__(
@@ -117,7 +125,8 @@ class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         named = dict(kwargs or {})
         operator = func.overloadpacket.__name__
-        if operator not in self._operators or self._calls >= _MOST:
+        draws = torch.Tag.nondeterministic_seeded in func.tags and operator != "randperm"
+        if not draws or not operator.startswith(self._names) or self._calls >= _MOST:
             return func(*args, **named)
         self._calls += 1
         given = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
@@ -127,43 +136,17 @@ class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _instead(operator, made, args)
 
 
-_MEANS = {
-    "rand": 0.5,
-    "rand_like": 0.5,
-    "randn": 0.0,
-    "randn_like": 0.0,
-    "normal": 0.0,
-    "normal_": 0.0,
-    "exponential_": 1.0,
-    "geometric_": 1.0,
-}
-"""By operator, what is given in the place of what it drew."""
-
-_CHANCES = ("bernoulli", "bernoulli_")
-
-_MASKS = ("bernoulli_", "native_dropout")
-"""The operators that draw the masks of dropout."""
-
-_INTEGERS = ("randint", "randint_like", "random_")
-
-_DRAWS = (*_MEANS, *_CHANCES, *_MASKS, *_INTEGERS, "uniform_")
-
-
 def _instead(operator: str, made: Any, args: tuple[Any, ...]) -> Any:
     """Return what is given in the place of what an operator made of its arguments."""
-    if operator in _MEANS:
-        return made.fill_(_MEANS[operator])
     if operator == "native_dropout":
         return _kept(made, *args)
-    if operator == "uniform_":
-        lower = args[1] if len(args) > 1 else 0.0
-        upper = args[2] if len(args) > 2 else 1.0
-        return made.fill_((lower + upper) / 2)
-    if operator in _CHANCES:
+    if operator.startswith("bernoulli"):
         chance = 0.5 if operator == "bernoulli_" else args[0]
         if len(args) > 1:
             chance = args[1]
         return made.copy_(torch.as_tensor(chance, dtype=made.dtype))
+    if made.is_floating_point():
+        return made.fill_(0.5)
 
     # The lowest integer that may be drawn is an argument where there are two bounds.
     bounds = [arg for arg in args if isinstance(arg, int)]
