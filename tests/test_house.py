@@ -199,30 +199,30 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 236_492
+TOTAL = 236_140
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
     "cli": 5_981,
-    "compare": 11_425,
+    "compare": 11_388,
     "data": 12_728,
     "export": 3_846,
     "launch": 19_452,
     "map": 5_068,
     "model": 17_227,
     "parallel": 11_396,
-    "pipelining": 17_554,
+    "pipelining": 17_573,
     "prediction": 3_960,
     "profiling": 3_283,
-    "report": 1_936,
+    "report": 1_850,
     "run": 4_190,
     "strategies": 51_762,
     "tensors": 8_841,
     "threads": 6_378,
     "top": 7_839,
-    "training": 25_816,
-    "verify": 12_021,
+    "training": 25_645,
+    "verify": 11_944,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

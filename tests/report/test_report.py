@@ -263,14 +263,6 @@ def test_values_that_were_chosen_are_marked_on_their_axis() -> None:
         assert [label.get_text() for label in axes.get_xticklabels()] == [str(x) for x in values]
 
 
-def test_lines_that_differ_by_rounding_are_one_line() -> None:
-    chart = Lines("epoch", "loss", {"single": [(1.0, 2.13)], "ddp": [(1.0, 2.13 + 1e-8)]})
-    (axes,) = chart.draw().axes
-    low, high = axes.get_ylim()
-    assert high - low > 0.002
-    assert [x for x in axes.get_xticks() if 0.9 < x < 1.1] == [1.0]
-
-
 def test_without_the_extra_the_tables_are_there_and_the_report_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,26 +25,6 @@ from lockstep.errors import FolderError, InputError
 from lockstep.run.run_folder import json_text
 
 
-def write(found: Comparison) -> None:
-    """Write ``compare.json`` in its folder.
-
-    Raises:
-        FolderError: it can't be written.
-    """
-    folder = Path(found.folder)
-    try:
-        (folder / "compare.json").write_text(json_of(found))
-    except OSError as error:
-        raise FolderError(
-            f"{folder}: can't be written: {error.strerror}; choose another with --folder"
-        ) from error
-
-
-def json_of(found: Comparison) -> str:
-    """Return all that was found."""
-    return json_text(answer_of(found))
-
-
 def answer_of(found: Comparison) -> dict[str, Any]:
     """Return all that was found, and the name of the row to take, as plain values."""
     best = best_of(found)
@@ -65,13 +45,17 @@ def log_comparison(found: Comparison, log: Callable[[str], None]) -> None:
         log(line)
     if not found.folder:
         return
-    write(found)
+    folder = Path(found.folder)
     try:
-        page = write_page(found)
+        (folder / "compare.json").write_text(json_text(answer_of(found)))
+    except OSError as error:
+        raise FolderError(
+            f"{folder}: can't be written: {error.strerror}; choose another with --folder"
+        ) from error
+    try:
+        log(f"\nreport: {os.path.relpath(write_page(found))}")
     except FolderError:
         raise
     except InputError as error:
         log(f"\nno report.html: {error}")
-    else:
-        log(f"\nreport: {os.path.relpath(page)}")
     log(f"numbers: {os.path.relpath(found.folder)}/compare.json")

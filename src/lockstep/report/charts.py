@@ -47,7 +47,7 @@ _FINE = 1.2
 _NAME = 22
 """Letters of a name in one line; a longer one takes several."""
 
-_DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)))
+_DASHES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,6 @@ class Lines:
             self._mark_places(axes)
         elif all(float(x).is_integer() for x in self._places):
             axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-        _widen(axes)
         if len(self.series) > 1:
             figure.legend(
                 loc="outside upper left",
@@ -178,14 +177,6 @@ class Lines:
         axes.set_xticks(places, [short(x) for x in places])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
-
-
-def _widen(axes: Axes) -> None:
-    """Show at least a thousandth of the values, so that lines that differ by rounding are one."""
-    low, high = axes.get_ylim()
-    least = 1e-3 * max(abs(low), abs(high))
-    if high - low < least:
-        axes.set_ylim(low - least, high + least)
 
 
 def short(value: float) -> str:

@@ -281,15 +281,16 @@ def planned(
         TooFewLayers: there are more stages than blocks.
         StrategyError: nothing fits.
     """
+    is_settled = schedules is not None and len(schedules) == len(microbatches) == len(chunks) == 1
+    parts = microbatches[0] if is_settled else 1
     with alone(tuple(devices[:1])) as world:
-        bench = ModelBenchmark(job, world)
-        batch = bench.first.size
-        # A batch is in no more micro-batches than it has samples, whatever was asked for.
-        numbers = sorted({min(number, batch) for number in microbatches})
-        sizes = [batch, max(1, batch // _NEAR_CUT), max(1, batch // _SMALL_CUT)]
-        if schedules is not None and len(schedules) == len(numbers) == len(chunks) == 1:
-            sizes = share_sizes(batch, numbers[0])[:1]
-        by_size = _measured_at_sizes(bench, sizes, seconds)
+        bench = ModelBenchmark(job.replace(accumulate=parts * job.accumulate), world)
+        first = bench.first.size
+        sizes = [first, max(1, first // _NEAR_CUT), max(1, first // _SMALL_CUT)]
+        by_size = _measured_at_sizes(bench, sizes[:1] if is_settled else sizes, seconds)
+    batch = parts * first
+    # A batch is in no more micro-batches than it has samples, whatever was asked for.
+    numbers = sorted({min(number, batch) for number in microbatches})
     near = sizes[1] if len(by_size) > 1 else sizes[0]
     blocks = by_size[near]
     plans: list[Plan] = []

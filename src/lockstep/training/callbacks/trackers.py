@@ -19,7 +19,14 @@ class Tracker(Callback):
     module = ""
     """The package of the service."""
 
-    def __init__(self) -> None:
+    log = "log"
+    """Its function that takes numbers by name, and the step."""
+
+    end = "finish"
+    """Its function that ends a run."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
         self._service: Any = None
         self._sent: dict[str, tuple[int, float]] = {}
 
@@ -38,7 +45,18 @@ class Tracker(Callback):
                 f"{type(self).__name__}: {self.module} isn't installed: pip install {self.module}"
             ) from error
 
-        self._begin(training, json.loads((training.folder / "config.json").read_text()))
+        config = json.loads((training.folder / "config.json").read_text())
+        self._begin(training.folder.name, config)
+
+    def _begin(self, name: str, config: dict[str, Any]) -> None:
+        """Begin a run of the service.
+
+        Args:
+            name: of the run's folder.
+            config: the content of ``config.json``: the job, its settings, the strategy.
+        """
+        settings = {"id": name, "resume": "allow", "config": config}
+        self._service.init(**{**settings, **self._settings})
 
     def on_log(self, training: TrainingContext) -> None:
         """Send what is new."""
@@ -47,12 +65,11 @@ class Tracker(Callback):
         step = training.step
         new = {}
         for name, value in training.metrics.items():
-            sent = step, value
-            if self._sent.get(name) != sent:
+            if self._sent.get(name) != (step, value):
                 new[name] = value
-                self._sent[name] = sent
+                self._sent[name] = step, value
         if new:
-            self._send(new, step)
+            getattr(self._service, self.log)(new, step=step)
 
     def on_evaluated(self, training: TrainingContext) -> None:
         """Send what is new."""
@@ -61,24 +78,7 @@ class Tracker(Callback):
     def on_finish(self, training: TrainingContext) -> None:
         """End the run."""
         if self._service is not None:
-            self._end()
-
-    def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
-        """Begin a run of the service.
-
-        Args:
-            training: the training that begins.
-            config: the content of ``config.json``: the job, its settings, the strategy.
-        """
-        raise NotImplementedError
-
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        """Send numbers, by name."""
-        raise NotImplementedError
-
-    def _end(self) -> None:
-        """End the run of the service."""
-        raise NotImplementedError
+            getattr(self._service, self.end)()
 
 
 class WandB(Tracker):
@@ -94,18 +94,7 @@ class WandB(Tracker):
     module = "wandb"
 
     def __init__(self, project: str | None = None, **settings: Any) -> None:
-        super().__init__()
-        self._settings = {"project": project, **settings}
-
-    def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
-        settings = {"id": training.folder.name, "resume": "allow", "config": config}
-        self._service.init(**{**settings, **self._settings})
-
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        self._service.log(metrics, step=step)
-
-    def _end(self) -> None:
-        self._service.finish()
+        super().__init__(project=project, **settings)
 
 
 class MLflow(Tracker):
@@ -118,25 +107,20 @@ class MLflow(Tracker):
     """
 
     module = "mlflow"
+    log = "log_metrics"
+    end = "end_run"
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self._settings = settings
+        super().__init__(**settings)
         self._run: str | None = None
 
-    def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
+    def _begin(self, name: str, config: dict[str, Any]) -> None:
         if self._run is not None:
             self._service.start_run(**{**self._settings, "run_id": self._run})
             return
-        run = self._service.start_run(**{"run_name": training.folder.name, **self._settings})
+        run = self._service.start_run(**{"run_name": name, **self._settings})
         self._run = run.info.run_id
         self._service.log_params({"strategy": config["strategy"], **config["settings"]})
-
-    def _send(self, metrics: dict[str, float], step: int) -> None:
-        self._service.log_metrics(metrics, step=step)
-
-    def _end(self) -> None:
-        self._service.end_run()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the identifier of the run."""
