@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 236_140
+TOTAL = 235_749
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -212,11 +212,11 @@ TOKENS = {
     "map": 5_068,
     "model": 17_227,
     "parallel": 11_396,
-    "pipelining": 17_573,
+    "pipelining": 17_472,
     "prediction": 3_960,
-    "profiling": 3_283,
+    "profiling": 3_147,
     "report": 1_850,
-    "run": 4_190,
+    "run": 4_036,
     "strategies": 51_762,
     "tensors": 8_841,
     "threads": 6_378,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.planner.simulate import Timeline, simulate
+from lockstep.pipelining.planner.simulate import Timeline, merged, simulate
 from lockstep.pipelining.schedule import (
     SCHEDULES,
     Action,
@@ -18,7 +18,6 @@ from lockstep.pipelining.schedule import (
     devices_of,
     gpipe,
     interleaved,
-    merged,
     one_f_one_b,
     orders_of,
     straight,
@@ -178,11 +177,6 @@ def test_each_stage_and_microbatch_may_take_its_own_time() -> None:
 def test_a_schedule_that_cannot_be_run_is_refused(text: str) -> None:
     with pytest.raises(StrategyError, match="wait for each other for ever"):
         simulate(parse(text))
-
-
-def test_a_schedule_of_no_micro_batches_is_refused() -> None:
-    with pytest.raises(StrategyError, match="0 micro-batches; there is at least one"):
-        SCHEDULES["1f1b"](2, 0)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -16,11 +16,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
-
-from lockstep.errors import StrategyError
 
 Kind = Literal["F", "B"]
 """Forward or backward."""
@@ -84,7 +81,6 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Huang et al., GPipe, 2019, https://arxiv.org/abs/1811.06965
     """
-    _checked(stages, microbatches)
     schedule: Schedule = []
     for stage in range(stages):
         forwards = [Action(stage, "F", number) for number in range(microbatches)]
@@ -129,7 +125,6 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
         microbatches: how many.
         chunks: stages on each device, one at least.
     """
-    _checked(devices, microbatches)
     groups = [range(first, first + devices) for first in range(0, microbatches, devices)]
     schedule: Schedule = []
     for device in range(devices):
@@ -178,13 +173,6 @@ def devices_of(schedule: Schedule) -> dict[int, int]:
     return found
 
 
-def _checked(stages: int, microbatches: int) -> None:
-    if stages < 1:
-        raise StrategyError(f"schedule: {stages} stages; there is at least one")
-    if microbatches < 1:
-        raise StrategyError(f"schedule: {microbatches} micro-batches; there is at least one")
-
-
 # ---- routes --------------------------------------------------------------------------------------
 
 
@@ -198,28 +186,6 @@ def has_way(route: Route, other: Route) -> bool:
     """Return whether a route has all visits of another one, in their order."""
     rest = iter(route)
     return all(visit in rest for visit in other)
-
-
-def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
-    """Put the visits of all devices in one list, each device's in its order, as they would begin.
-
-    A forward takes one tick, a backward two.
-    """
-    began: dict[Key, float] = {}
-    ended: dict[Key, float] = {}
-    rest = list(map(deque, orders))
-    free = [0.0] * len(orders)
-    while any(rest):
-        for device, order in enumerate(rest):
-            while order:
-                place, number = key = order[0]
-                before = place - 1, number
-                if place and before not in ended:
-                    break
-                order.popleft()
-                began[key] = max(free[device], ended.get(before, 0.0))
-                free[device] = ended[key] = began[key] + _TICKS[route[place].kind]
-    return sorted(began, key=lambda key: began[key])
 
 
 def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
@@ -294,10 +260,10 @@ def _greedy(
             key = i, begun[i]
             order.append(key)
             begun[i] += 1
-            free[device] = ended[key] = now + _TICKS[route[i].kind]
+            free[device] = ended[key] = now + TICKS[route[i].kind]
             heapq.heappush(moments, free[device])
     return orders
 
 
-_TICKS = {"F": 1.0, "B": 2.0}
+TICKS = {"F": 1.0, "B": 2.0}
 """How long a visit is taken to be."""

@@ -11,8 +11,6 @@ A profile never crosses the end of an epoch, so evaluation and saving are not in
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 import os
 import shutil
@@ -25,9 +23,9 @@ from lockstep.data import Batch
 from lockstep.errors import SaveError
 from lockstep.launch.world import World
 from lockstep.profiling.clock import Clock
-from lockstep.profiling.profile_table import lines_of as table_of
-from lockstep.profiling.time_breakdown import Track, times_of
-from lockstep.run.events import Line, Profile
+from lockstep.profiling.profile_table import lines_of
+from lockstep.profiling.time_breakdown import TimesOf, Track, times_of
+from lockstep.run.events import Line
 from lockstep.run.run_folder import RunFolder
 from lockstep.strategies.steps.step import Step
 
@@ -135,18 +133,16 @@ class Profiler:
             return
 
         folder = self._folder.profile
-        found = Profile(
-            first=world.step - len(clock.track.steps) + 1,
-            last=world.step,
-            whose=clock.whose,
-            rows=times_of(tracks),
-            notes=tuple(self._notes()),
-            traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
-            folder=os.path.relpath(folder),
-        )
-        self._folder.write_json(folder / "summary.json", _summary(found))
-        table = functools.partial(table_of, found)
-        world.emit(dataclasses.replace(found, drawings=(table,)))
+        rows = times_of(tracks)
+        summary = {
+            "first_step": world.step - len(clock.track.steps) + 1,
+            "last_step": world.step,
+            f"{clock.whose}s": [_summary(clock.whose, row) for row in rows],
+            "notes": self._notes(),
+        }
+        self._folder.write_json(folder / "summary.json", summary)
+        for line in lines_of(summary, clock.whose, os.path.relpath(folder)):
+            world.emit(Line(line))
 
     def _save(self) -> None:
         """Write this rank's trace.
@@ -190,25 +186,15 @@ _WAITING = {
 """What waiting means, by what has a track."""
 
 
-def _summary(found: Profile) -> dict[str, Any]:
-    """Return what ``summary.json`` holds."""
-    rows = []
-    for row in found.rows:
-        values = {
-            found.whose: row.number,
-            "device": row.device,
-            "step_seconds": row.step,
-            "seconds": row.kinds,
-            "shares": {kind: seconds / row.step for kind, seconds in row.kinds.items()},
-            "phases": row.phases,
-        }
-        rows.append(values)
-
+def _summary(whose: str, row: TimesOf) -> dict[str, Any]:
+    """Return what ``summary.json`` holds of a rank, or a replica."""
     return {
-        "first_step": found.first,
-        "last_step": found.last,
-        f"{found.whose}s": rows,
-        "notes": found.notes,
+        whose: row.number,
+        "device": row.device,
+        "step_seconds": row.step,
+        "seconds": row.kinds,
+        "shares": {kind: seconds / row.step for kind, seconds in row.kinds.items()},
+        "phases": row.phases,
     }
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.launch.observer import Kind
-from lockstep.run.events import TimesOf
 
 KINDS: tuple[Kind, ...] = ("computing", "communicating", "waiting", "loading", "other")
 
@@ -48,6 +47,25 @@ class Track:
     number: int
     device: str
     steps: list[StepTimes] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TimesOf:
+    """The mean profiled step of one rank, or of one replica of ``dp``, in seconds.
+
+    Attributes:
+        number: of the rank or replica.
+        device: where it computes.
+        step: the whole step.
+        kinds: computing, communicating, waiting, loading and other; they add up to the step.
+        phases: the same time by what was done (``backward``, say), as far as that was noted.
+    """
+
+    number: int
+    device: str
+    step: float
+    kinds: dict[str, float]
+    phases: dict[str, float]
 
 
 def times_of(tracks: Sequence[Track]) -> tuple[TimesOf, ...]:

@@ -4,7 +4,6 @@ display.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,50 +86,6 @@ class Progress:
     samples_per_second: float
     seconds_left: float | None = None
     memory: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class TimesOf:
-    """The mean profiled step of one rank, or of one replica of ``dp``, in seconds.
-
-    Attributes:
-        number: of the rank or replica.
-        device: where it computes.
-        step: the whole step.
-        kinds: computing, communicating, waiting, loading and other; they add up to the step.
-        phases: the same time by what was done (``backward``, say), as far as that was noted.
-    """
-
-    number: int
-    device: str
-    step: float
-    kinds: dict[str, float]
-    phases: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Where the time of some steps went.
-
-    Attributes:
-        first: the first profiled step.
-        last: the last one.
-        whose: what a row stands for: ``"rank"`` or ``"replica"``.
-        rows: one for each of them.
-        notes: what should be known to read the numbers.
-        traces: the names of the files in ``folder``.
-        folder: where they are.
-        drawings: what is shown: functions of the columns that there are, which give lines.
-    """
-
-    first: int
-    last: int
-    whose: str
-    rows: tuple[TimesOf, ...]
-    notes: tuple[str, ...]
-    traces: tuple[str, ...]
-    folder: str
-    drawings: tuple[Callable[[int], list[str]], ...] = ()
 
 
 @dataclass(frozen=True)

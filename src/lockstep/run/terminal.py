@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from lockstep.run.events import Event, Line, Memory, Profile, Progress
+from lockstep.run.events import Event, Line, Memory, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,11 +83,6 @@ class Display:
             self._show_progress(event)
         elif isinstance(event, Event) and event.kind == "evaluated":
             self.line(epoch_line(event))
-        elif isinstance(event, Profile):
-            width = 80 if self._console is None else self._console.width
-            for draw in event.drawings:
-                for line in draw(width):
-                    self.line(line)
 
     def _show_line(self, event: Line) -> None:
         """Print a line of the training; a note that another rank has logged is left out."""
