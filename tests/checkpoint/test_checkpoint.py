@@ -172,7 +172,7 @@ class Holding(nn.Linear):
 def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InputError,
-        match=r'"_extra_state/thing" is a builtins.object, which no checkpoint',
+        match=r'"model/_extra_state/thing" is a builtins.object, which no checkpoint',
     ):
         train(job_of(model=lambda: Holding(6, 3)), folder=tmp_path, devices="1xcpu", quiet=True)
     assert not list(tmp_path.iterdir())

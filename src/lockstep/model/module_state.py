@@ -7,7 +7,7 @@ replica and given back to each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import nn
 
 from lockstep.checkpoint.weights import EXTRA_STATE
 from lockstep.tensors.pytree import each
-from lockstep.tensors.state_tree import encoded
 
 
 def extra_state_of(model: nn.Module) -> dict[str, Any]:
@@ -34,22 +33,6 @@ def set_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     for name, module in _with_extra_state(model):
         if name in state:
             module.set_extra_state(state[name])
-
-
-def are_alike(states: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether all replicas have the same extra state.
-
-    Args:
-        states: what ``extra_state_of`` read from each of them.
-    """
-    tree, tensors = encoded(states[0])
-    for state in states[1:]:
-        other_tree, other_tensors = encoded(state)
-        if other_tree != tree:
-            return False
-        if not all(map(_is_same, tensors.values(), other_tensors.values())):
-            return False
-    return True
 
 
 def flags_of(model: nn.Module) -> dict[str, str]:
@@ -89,8 +72,3 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, so that later updates leave it alone."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Compare two tensors, with their dtypes."""
-    return one.dtype == other.dtype and torch.equal(one, other)

@@ -141,7 +141,7 @@ class Saves:
             if shards:
                 self._step.saved.write_weights(self._folder.best)
                 return None
-            weights = self._step.saved.weights_for_file()
+            weights = self._step.saved.weights()
             if not self._world.is_first:
                 return None
             return partial(save_weights, self._folder.best, weights_on_cpu(weights))

@@ -145,7 +145,7 @@ class _Training:
             self.step.log_once(self.step.caveats())
 
         self.callbacks.call("start", self.progress.epoch, {})
-        self.step.saved.note_what_is_not_kept()
+        self.step.saved.restore_flags()
 
     def _begin(self, stack: contextlib.ExitStack) -> None:
         """Open what is closed at the end, and evaluate a first batch.

@@ -6,23 +6,17 @@ It has the names and the shapes of the single-device model under every strategy.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.checkpoint.folder import load_newest
-from lockstep.checkpoint.weights import is_extra_state, save_weights, with_own
+from lockstep.checkpoint.weights import save_weights, with_own
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import InputError, SaveError, counted
-from lockstep.model.module_state import (
-    are_alike,
-    extra_state_of,
-    flags_of,
-    set_extra_state,
-    set_flags,
-)
+from lockstep.model.module_state import extra_state_of, flags_of, set_extra_state, set_flags
 from lockstep.run.events import Caveat
 from lockstep.strategies.steps.left_out_parameters import LeftOutParameters
 from lockstep.tensors.row_shard import RowShard
@@ -46,7 +40,6 @@ class SavedState:
         self.frozen = LeftOutParameters(step)
         self._built_flags: dict[str, str] | None = None
         self._saved_flags: Mapping[str, str] = {}
-        self._not_kept: list[Caveat] = []
 
     def begin_training(self) -> None:
         """Note what is frozen, and the modes of modules, before the first update.
@@ -65,8 +58,7 @@ class SavedState:
         """
         step = self._step
         self.frozen.check()
-        extra = self._extra_states()
-        weights = self._weights(extra, whole=whole)
+        weights = self.weights(whole=whole)
         state: dict[str, Any] = {
             "model": weights,
             "optimizer": step.layout.optimizer_state(whole=whole),
@@ -81,17 +73,21 @@ class SavedState:
         if buffers:
             state["buffers"] = buffers
 
-        is_of_one = len(extra) == 1
-        if is_of_one or (extra and not are_alike(extra)):
+        extra = self._extra_states()
+        if extra:
             state["extra_state"] = extra
         changed = self._changed_flags()
         if changed:
             state["changed_attributes"] = changed
         return state
 
-    def weights_for_file(self, *, whole: bool = True) -> dict[str, Any]:
-        """Give the model's state dict without extra state in which replicas differ."""
-        return self._weights(self._extra_states(), whole=whole)
+    def weights(self, *, whole: bool = True) -> dict[str, Any]:
+        """Give the model's state dict, with the checksums of frozen parameters that are left out.
+
+        Args:
+            whole: as in ``state_dict``.
+        """
+        return self._step.layout.weights(whole=whole) | self.frozen.sums
 
     def write_weights(self, path: Path) -> None:
         """Write the model's state dict to a file of the first rank."""
@@ -99,7 +95,7 @@ class SavedState:
         step.share_buffers()
         self.frozen.check()
         with step.modes.evaluating():
-            weights = self.weights_for_file(whole=False)
+            weights = self.weights(whole=False)
             for name, value in weights.items():
                 if isinstance(value, RowShard):  # one at a time on a device
                     weights[name] = step.layout.joined(name, value.local).cpu()
@@ -130,24 +126,6 @@ class SavedState:
             return []
         of_ranks = self._step.world.gather_objects(mine)
         return list(itertools.chain(*of_ranks))
-
-    def _weights(self, extra: Sequence[Mapping[str, Any]], *, whole: bool) -> dict[str, Any]:
-        """Give the model's state dict, with extra state only where it is the same in all replicas.
-
-        Args:
-            extra: of every replica.
-            whole: as in ``state_dict``.
-        """
-        found = self._step.layout.weights(whole=whole) | self.frozen.sums
-        if not extra:
-            return found
-        weights = {}
-        for name, value in found.items():
-            if not is_extra_state(name):
-                weights[name] = value
-        if are_alike(extra):
-            weights.update(extra[0])
-        return weights
 
     def _changed_flags(self) -> dict[str, str]:
         """Describe what was frozen, or changed its mode, since the training began here."""
@@ -182,13 +160,8 @@ class SavedState:
             InputError: the names or shapes are another model's.
         """
         step = self._step
-        extra, *extra_of_others = self._extra_state_in(state)
-        weights: dict[str, Any] = {}
-        if not extra:
-            weights.update(extra_state_of(step.model))
-        weights.update(state["model"])
-        weights.update(extra)
-
+        extra = self._extra_state_in(state)
+        weights = state["model"]
         if any(isinstance(value, str) for value in weights.values()):
             # Frozen parameters were left out.
             mine = step.layout.weights(whole=False)
@@ -199,8 +172,7 @@ class SavedState:
             *_, reason = str(error).splitlines()
             raise InputError(f"the saved model is different: {reason.strip()}") from error
 
-        _, *others = step.models()
-        for model, of_model in zip(others, extra_of_others, strict=True):
+        for model, of_model in zip(step.models(), extra, strict=False):
             set_extra_state(model, of_model)
         self._take_buffers(state.get("buffers", {}))
         self._saved_flags = state.get("changed_attributes", {})
@@ -209,33 +181,25 @@ class SavedState:
             step.scaler.load_state_dict(state["scaler"])
 
     def _extra_state_in(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Give the extra state in ``state`` for each replica of this process."""
-        world = self._step.world
-        models = len(self._step.models())
-        replicas = world.size * models
-        saved = state.get("extra_state")
-        self._not_kept = []
-        if saved is None:
-            # All replicas have the same.
-            common = {}
-            for name, value in state["model"].items():
-                if is_extra_state(name):
-                    common[name] = value
-            return [common] * models
-        if len(saved) == replicas:
-            first = world.rank * models
+        """Give the extra state in ``state`` for each replica of this process; [] without any."""
+        step = self._step
+        models = len(step.models())
+        replicas = step.world.size * models
+        saved = state.get("extra_state", [])
+        if not saved or len(saved) == replicas:
+            first = step.world.rank * models
             return list(saved[first : first + models])
-
-        name = next(iter(saved[0]))
-        before = counted(len(saved), "replica")
-        caveat = Caveat(
-            "state",
-            f'extra state "{name}" was saved by {before} and this training has {replicas}, so it '
-            "begins anew",
-            "resume on as many devices, or keep what does not depend on the samples in a buffer",
-        )
-        self._not_kept = [caveat]
-        return [{}] * models
+        if step.world.is_first:
+            before = counted(len(saved), "replica")
+            caveat = Caveat(
+                "state",
+                f'extra state "{next(iter(saved[0]))}" was saved by {before} and this training has '
+                f"{replicas}, so each takes that of the first",
+                "resume on as many devices, or keep what does not depend on the samples in a "
+                "buffer",
+            )
+            step.log_once([caveat])
+        return [saved[0]] * models
 
     def _take_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Take over the buffers that are not persistent."""
@@ -247,12 +211,10 @@ class SavedState:
                 buffer = buffer.to(now.device)
             setattr(module, attribute, buffer)
 
-    def note_what_is_not_kept(self) -> None:
-        """Freeze what was frozen, and log what the loaded checkpoint does not have.
+    def restore_flags(self) -> None:
+        """Freeze what was frozen in the loaded checkpoint, and set the modes of modules.
 
         Callbacks have begun when this is called.
         """
         if self._saved_flags:
             set_flags(self._step.model, self._saved_flags)
-        if self._step.world.is_first:
-            self._step.log_once(self._not_kept)
