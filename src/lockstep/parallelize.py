@@ -140,18 +140,10 @@ _PUT_IN_TRAINING = (
 )
 
 
-def _in_parts(
-    strategy: Strategy,
-    recipe: Recipe,
-    model: nn.Module,
-    replicas: int,
-    microbatches: int | None = None,
-) -> list[Caveat]:
-    """Return the caveats of batches cut in micro-batches; None is for ``step.backward``."""
-    cut = recipe.replace(accumulate=microbatches or max(2, recipe.accumulate))
+def _in_parts(strategy: Strategy, recipe: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
+    """Return the caveats of batches whose parts are given to ``step.backward``."""
+    cut = recipe.replace(accumulate=max(2, recipe.accumulate))
     found = strategy.caveats(cut, model, replicas)
-    if microbatches is not None:
-        return found
     text = "BatchNorm normalizes over each part of a batch that step.backward(...) is given"
     for number, one in enumerate(found):
         if one.kind == "batchnorm" and not one.fix:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.own_batches import own_stream
-from lockstep.errors import StrategyError
+from lockstep.data.own_batches import batch_of, own_stream
+from lockstep.errors import InputError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
@@ -40,7 +40,6 @@ from lockstep.strategies.batch_losses.whole_batch import WholeBatch
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
 from lockstep.strategies.steps.optimizer_modes import OptimizerModes
-from lockstep.strategies.steps.own_loop_batches import GivenBatches
 from lockstep.strategies.steps.parameter_layout import ParameterLayout
 from lockstep.strategies.steps.saved_state import SavedState
 from lockstep.strategies.steps.skipped_updates import SkippedUpdates
@@ -93,8 +92,7 @@ class Step:
             else those whose norm a training logs.
         grad_norm: that norm in the last update, before clipping; on an accelerator a tensor.
         caveats: gives where results differ from those of one device, by the model and the job.
-        caveats_in_parts: gives where they differ if a batch is given in parts, or is cut in
-            micro-batches.
+        caveats_in_parts: gives where they differ if a batch is given in parts.
     """
 
     timed: Literal["rank", "replica", "device"] = "rank"
@@ -134,7 +132,7 @@ class Step:
         self.is_checked = True
         self.grad_norm: Number | None = None
         self.caveats: Callable[[], list[Caveat]] = list
-        self.caveats_in_parts: Callable[..., list[Caveat]] = lambda *microbatches: []
+        self.caveats_in_parts: Callable[[], list[Caveat]] = list
 
         self._seed = job.seed
         self._accumulate = job.accumulate
@@ -162,7 +160,6 @@ class Step:
         self.saved = SavedState(self)
         self.sums = BatchSums(self, job)
         self.skips = SkippedUpdates(job, world)
-        self._given = GivenBatches(self, job)
         self.checks = UpdateChecks(self)
 
         # Each global batch is cut, among replicas or in micro-batches.
@@ -198,7 +195,7 @@ class Step:
         self.accumulation.refuse_waiting("step(...)")
         self._look_at_flags()  # before the ranks meet over the batch
         self.world.announce(self.world.step + 1)
-        batch = self._given.batch_of(inputs, targets)
+        batch = self._batch_of(inputs, targets)
         parts = len(batch.parts)
         with own_stream(self.world, self._seed), self.draws.own_streams_of_parts(parts):
             return self.update(batch)
@@ -223,18 +220,38 @@ class Step:
         self.accumulation.refuse_whole()
         if not self.accumulation.is_used:
             self.accumulation.is_used = True
-            self._follow_cuts()
+            self._by_count = False
+            self.loss_check = self._new_loss_check()
         self._look_at_flags()
         number = self.accumulation.begin_part()
         if number == 0:
             self.world.announce(self.world.step + 1)
-        batch = self._given.batch_of(inputs, targets)
+        batch = self._batch_of(inputs, targets)
         parts = len(batch.parts)
         seed = mixed(self._seed, number) if number else self._seed
         with own_stream(self.world, seed), self.draws.own_streams_of_parts(parts, number):
             loss = self.accumulation.add(batch)
         of_parts = dict.fromkeys(self.part_names.of(loss), NOTHING)
         return Result(*loss, batch.size, of_parts | loss.parts)
+
+    def _batch_of(self, inputs: Any, targets: Any) -> Batch:
+        """Make a batch of this rank's samples; one of ``lockstep.batches`` is taken as it is.
+
+        Raises:
+            InputError: the samples can't be cut, or the loader cuts them otherwise than the step.
+        """
+        if isinstance(inputs, Batch):
+            number = len(inputs.parts)
+            if number == min(self._accumulate, inputs.size):  # small batches have fewer
+                return inputs
+            if number > 1:
+                raise InputError(
+                    f"accumulate: this batch has {number} micro-batches, and the step was made "
+                    f"with {self._accumulate}: give lockstep.batches and lockstep.parallelize the "
+                    "same number"
+                )
+            inputs, targets = inputs
+        return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
 
     # ---- one update ------------------------------------------------------------------------------
 
@@ -486,19 +503,6 @@ class Step:
         """
         return self.accumulation.is_used or self._cuts_each_batch
 
-    def _follow_cuts(self, microbatches: int | None = None) -> None:
-        """Follow a loop that cuts batches otherwise than the step was made for.
-
-        Args:
-            microbatches: how many its loader makes of a batch.
-        """
-        if microbatches is not None:
-            self._cuts_each_batch = self.replicas * microbatches > 1
-            if self.world.is_first:
-                self.log_once(self.caveats_in_parts(microbatches))
-        self._by_count = self._by_count and not self.cuts_batch
-        self.loss_check = self._new_loss_check()
-
     def _new_loss_check(self) -> LossCheck:
         return LossCheck(
             self.loss,
@@ -663,7 +667,7 @@ class Step:
         self.accumulation.refuse_waiting("step.load_state_dict(...)")
         self.saved.load_state_dict(state)
         if self.own_loop:
-            self.saved.note_what_is_not_kept()
+            self.saved.restore_flags()
 
     def meet(self, what: str) -> None:
         """In a loop of a person's own, make sure that every rank calls ``what``.
