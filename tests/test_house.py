@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 235_749
+TOTAL = 234_614
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,18 +210,18 @@ TOKENS = {
     "export": 3_846,
     "launch": 19_452,
     "map": 5_068,
-    "model": 17_227,
+    "model": 17_107,
     "parallel": 11_396,
     "pipelining": 17_472,
     "prediction": 3_960,
     "profiling": 3_147,
     "report": 1_850,
     "run": 4_036,
-    "strategies": 51_762,
+    "strategies": 50_760,
     "tensors": 8_841,
     "threads": 6_378,
-    "top": 7_839,
-    "training": 25_645,
+    "top": 7_820,
+    "training": 25_651,
     "verify": 11_944,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the

@@ -159,9 +159,10 @@ class DDPStep(RankStep):
 class DDPFunctionStep(FunctionStep, DDPStep):
     """A person's function of several updates, on one rank; each of them sums gradients flat."""
 
-    def run_function(self, batch: Batch) -> None:
-        """Run the function on this rank's share; buffers follow rank 0's."""
+    def gradients(self, batch: Batch) -> Loss:
+        """Make the updates of the function; buffers follow rank 0's."""
         self._buffers.follow()
-        super().run_function(batch)
+        loss = super().gradients(batch)
         if self.is_checked:
             self._buffers.look()
+        return loss

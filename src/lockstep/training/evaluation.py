@@ -100,7 +100,7 @@ def evaluate_sets(
     for name, loader in loaders.items():
         metrics = JobMetrics(job.metrics, world.device.torch)
         field = f'eval_data["{name}"]' if name else "eval_data"
-        with _named(field, is_trial=step.number == 0):
+        with _named(field, is_trial=step.world.step == 0):
             loss = _summed(step, loader, metrics, job.seed, checks=checks, most=most)
         for part in loss.parts:
             if part in job.metrics:

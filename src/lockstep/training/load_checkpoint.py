@@ -22,7 +22,7 @@ def take_up(setup: Setup, saves: Saves, progress: TrainingProgress) -> None:
     step = setup.step
     state = saves.load()
     progress.load_state(state)
-    world.step = progress.step
+    world.step = step.number = progress.step
     if step.together or world.is_first:
         step.skips.number = state.get("skipped", 0)
 

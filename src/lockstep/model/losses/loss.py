@@ -232,7 +232,7 @@ class Totalled:
         """Explain an error by the shapes of the arguments; None where they aren't the cause."""
         if is_out_of_memory(error) or isinstance(error, LockstepError):
             return None
-        given = f"outputs {_described(outputs)} and targets {_described(targets)}"
+        given = f"outputs {described(outputs)} and targets {described(targets)}"
         what = f"{self.name} can't take {given}"
         if samples == 1 and _is_squeezed(outputs, targets):
             what += " of a local batch of one sample: the outputs have no row for it"
@@ -301,7 +301,7 @@ class Totalled:
         share = value.total if isinstance(value, Loss) else value
         if not isinstance(share, Tensor) or share.dim():
             raise LossError(
-                f"{self.name} returned {_described(value)}: with counts= it returns a share of the "
+                f"{self.name} returned {described(value)}: with counts= it returns a share of the "
                 "loss, a scalar tensor, or lockstep.Loss(share, 1, parts=...)"
             )
         if share.dtype in HALF:
@@ -322,9 +322,9 @@ class Totalled:
             raise LossError(
                 f"{self.name}: a part can't be called {name!r}: it is logged as train_NAME"
             )
-        if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(is_number, pair)):
             raise LossError(
-                f'{self.name}: part "{name}" is {_described(pair)}, (total, count) is expected, '
+                f'{self.name}: part "{name}" is {described(pair)}, (total, count) is expected, '
                 "two numbers"
             )
         total, count = pair
@@ -336,7 +336,7 @@ class Totalled:
 
     def _validate(self, value: Any) -> None:
         """Refuse what is no pair of a total and a count."""
-        what = f"{self.name} returned {_described(value)}"
+        what = f"{self.name} returned {described(value)}"
         if not isinstance(value, tuple) or len(value) != 2:
             fix = _TENSOR if isinstance(value, float) else ""
             raise LossError(f"{what}, a scalar tensor or (total, count) is expected", fix=fix)
@@ -344,7 +344,7 @@ class Totalled:
         if not isinstance(total, Tensor) or total.dim():
             fix = _TENSOR if isinstance(total, float) else ""
             raise LossError(f"{what}, where total is expected to be a scalar tensor", fix=fix)
-        if not _is_number(count):
+        if not is_number(count):
             raise LossError(f"{what}, where count is expected to be a number or a scalar tensor")
         self.gives_pairs = True
 
@@ -384,18 +384,19 @@ def _is_squeezed(outputs: Any, targets: Any) -> bool:
     return outputs.shape[:1] != targets.shape[:1] == (1,)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, or a scalar tensor."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
     """Describe a value by its shapes, for messages."""
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
     kind = type(value).__name__
     if isinstance(value, tuple | list):
-        return f"{kind}[{', '.join(map(_described, value))}]"
+        return f"{kind}[{', '.join(map(described, value))}]"
     if isinstance(value, dict):
-        items = [f"{key}: {_described(item)}" for key, item in value.items()]
+        items = [f"{key}: {described(item)}" for key, item in value.items()]
         return f"{kind}[{', '.join(items)}]"
     return "None" if value is None else f"a {kind}"

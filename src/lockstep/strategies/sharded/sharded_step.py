@@ -148,7 +148,8 @@ class ShardedStep(RankStep):
         part = self.placed(part)
         with standing_in(self.model):
             _, loss = self._outputs_and_loss(self.model, part)
-            self._add_gradient(loss.total, 0)
+            if loss.total.requires_grad:
+                self._add_gradient(loss.total, 0)
 
     @phase("computing", "clip")
     def _clip(self, clip_norm: float) -> None:
@@ -197,10 +198,12 @@ class ShardedStep(RankStep):
         explain_shards(error)
         super()._explain(error, batch)
 
-    def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
+    def _add_gradient(
+        self, total: torch.Tensor, divisor: Number, inputs: list[nn.Parameter] | None = None
+    ) -> None:
         """Add the gradient of ``total / divisor``; other backwards are refused."""
         with during("backward"):
-            super()._add_gradient(total, divisor)
+            super()._add_gradient(total, divisor, inputs)
 
     # ---- the whole model -------------------------------------------------------------------------
 

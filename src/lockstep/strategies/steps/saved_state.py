@@ -110,8 +110,9 @@ class SavedState:
         try:
             shares_out = step.layout.keeps_shards and writer.is_shared
             state = step.state_dict(whole=not shares_out)
-            state["step"] = step.number
-            writer.save(step.number, state, {"step": step.number})
+            number = step.world.step
+            state |= {"step": number, "number": step.number}
+            writer.save(number, state, {"step": number})
             writer.finish()
         except SaveError as raised:
             error = raised
@@ -152,6 +153,7 @@ class SavedState:
         )
         step.load_state_dict(state)
         step.world.step = state["step"]
+        step.number = state["number"]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the state that ``state_dict`` gave, under any strategy and number of devices.

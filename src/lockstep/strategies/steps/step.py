@@ -84,6 +84,7 @@ class Step:
         scaler: of the gradients of fp16; None for other formats.
         replicas: how many copies of the model there are over all ranks, each with its local batch.
         together: whether the ranks meet in each update.
+        number: how many updates this step has made, those before a resume included.
         stopping: whether the ranks agreed, in the last update, to save and stop the training.
         last_step: the last update of the training, where that is known.
         is_checked: whether what may change is compared in this update: in updates 1, 2, 4, 8, ...,
@@ -140,7 +141,6 @@ class Step:
         self.measures_norm = job.clip_norm is not None
         self._compile = job.compile
         self._checkpoints = job.activation_checkpointing is not None
-        self._check_every = job.check_every
         self._synchronises = job.sync_batchnorm
         self.accepts_differences = job.accept_differences
         self._channels_last = job.channels_last
@@ -168,7 +168,13 @@ class Step:
         self.whole_batch = WholeBatch(self) if job.loss_over == "batch" else None
         self.counts = None if job.counts is None else BatchCounts(self, job.counts)
         self._by_count = not self.cuts_batch and self.scaler is None
-        self.loss_check = self._new_loss_check()
+        self.loss_check = LossCheck(
+            self.loss,
+            cuts=self.cuts_batch and self.whole_batch is None,
+            accepts=job.accept_differences,
+            every=job.check_every,
+        )
+        self.number = 0
         self._updates = 0
         # The update for which parameters were last frozen or thawed.
         self._followed = 1
@@ -221,7 +227,7 @@ class Step:
         if not self.accumulation.is_used:
             self.accumulation.is_used = True
             self._by_count = False
-            self.loss_check = self._new_loss_check()
+            self.loss_check.is_used = not self.loss.is_known
         self._look_at_flags()
         number = self.accumulation.begin_part()
         if number == 0:
@@ -295,6 +301,7 @@ class Step:
     def _begin_update(self, batch: Batch) -> None:
         """Count the update, and check that its batch is the sum of its parts, where that is due."""
         self.world.step += 1
+        self.number += 1
         self._updates += 1
         self.grad_norm = None
         self.is_checked = (
@@ -457,26 +464,27 @@ class Step:
                 self.loss_check(*given, loss, part.size, step=self.world.step)
         return outputs, loss
 
-    def _backward(self, loss: Loss, size: int) -> Loss:
-        """Add the gradient of a part of a batch of ``size`` samples; give its loss without graph."""
-        divisor = loss.count if self._by_count else size
-        self._add_gradient(loss.total, divisor)
+    def _backward(self, loss: Loss, size: int, inputs: list[nn.Parameter] | None = None) -> Loss:
+        """Add the gradient of a part of a batch of ``size`` samples; give its loss without graph.
+
+        Args:
+            loss: of the part.
+            size: the samples of the batch.
+            inputs: the parameters that get a gradient; None for all.
+        """
+        if loss.total.requires_grad:
+            self._add_gradient(loss.total, loss.count if self._by_count else size, inputs)
         return loss.detached()
 
     @phase("computing", "backward")
-    def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
+    @observed(lambda observer, step, total, *args: observer.backward(total, sums=step._reduces))
+    def _add_gradient(
+        self, total: torch.Tensor, divisor: Number, inputs: list[nn.Parameter] | None = None
+    ) -> None:
         """Add the gradient of ``total / divisor`` to every ``parameter.grad``."""
-        if not total.requires_grad:
-            return
         factor = backward_factor(total, divisor, waits=not self._on_accelerator)
         if self.scaler is not None:
             total = self.scaler.scale(total)
-        self._run_backward(total, factor)
-
-    @observed(lambda observer, step, total, *args: observer.backward(total, sums=step._reduces))
-    def _run_backward(
-        self, total: torch.Tensor, factor: torch.Tensor, inputs: list[nn.Parameter] | None = None
-    ) -> None:
         torch.autograd.backward(total, factor, inputs=inputs)
 
     @property
@@ -502,14 +510,6 @@ class Step:
         samples.
         """
         return self.accumulation.is_used or self._cuts_each_batch
-
-    def _new_loss_check(self) -> LossCheck:
-        return LossCheck(
-            self.loss,
-            cuts=self.cuts_batch and self.whole_batch is None,
-            accepts=self.accepts_differences,
-            every=self._check_every,
-        )
 
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known."""
@@ -720,11 +720,6 @@ class Step:
     def seed(self, seed: int, number: int | None = None) -> None:
         """Begin a random stream of this step, or of a batch with that number, and this rank."""
         self.draws.begin(seed, self.world.step if number is None else number)
-
-    @property
-    def number(self) -> int:
-        """The number of the update, from 1."""
-        return self.world.step
 
     def log_once(self, notes: Iterable[Caveat | str]) -> None:
         """Log each note that was not logged before."""

@@ -104,7 +104,7 @@ class BatchSums:
         verdict = self._verdict(
             batch,
             summed,
-            f"in update {step.number}",
+            f"in update {step.world.step}",
             is_first=is_first,
         )
         self._is_owed = verdict is None and self._has_checked
