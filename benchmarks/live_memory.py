@@ -43,13 +43,13 @@ def followed_by(make: Follower) -> Iterator[None]:
     """Have the threads of pools compute inside ``make(device)``: modes of PyTorch's are per
     thread.
     """
-    run = Caller._run_in_modes
+    run = Caller.run
 
     def following(self: Caller, function: Callable[[], Any], device: Device) -> Any:
         with make(device):
             return run(self, function, device)
 
-    with mock.patch.object(Caller, "_run_in_modes", following):
+    with mock.patch.object(Caller, "run", following):
         yield
 
 

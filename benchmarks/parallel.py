@@ -15,7 +15,7 @@ from benchmarks.timing import Benchmark, Ratio
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.launch.devices import Device, slots, usable_cores
 from lockstep.parallel import DataParallel
-from lockstep.threads.thread_pool import ThreadPool
+from lockstep.threads.thread_pool import run
 
 STEPS = 5
 
@@ -27,7 +27,7 @@ def step(net: nn.Module, inputs: torch.Tensor) -> None:
 
 def stepping(net: nn.Module, inputs: torch.Tensor) -> Mapping[str, Callable[[], float]]:
     parallel = DataParallel(net, slots(2))
-    one_core = ThreadPool([Device("cpu", 0, usable_cores()[:1])])
+    one_core = [Device("cpu", 0, usable_cores()[:1])]
 
     def rate(work: Callable[[], object]) -> Callable[[], float]:
         def once() -> float:
@@ -39,7 +39,7 @@ def stepping(net: nn.Module, inputs: torch.Tensor) -> Mapping[str, Callable[[], 
         return once
 
     return {
-        "one core": rate(lambda: one_core.run([lambda: step(net, inputs)])),
+        "one core": rate(lambda: run(one_core, [lambda: step(net, inputs)])),
         "DataParallel, 2 slots": rate(lambda: step(parallel, inputs)),
     }
 

@@ -14,7 +14,7 @@ from benchmarks.live_memory import LiveBytes
 from benchmarks.timing import Benchmark, Ratio
 from lockstep.launch.devices import Device, usable_cores
 from lockstep.parallel import ParallelLoss
-from lockstep.threads.thread_pool import ThreadPool
+from lockstep.threads.thread_pool import run
 
 WORDS, WIDTH, BATCH, TIME = 32_000, 512, 32, 64
 CHUNK = {1: 8, 2: 8}
@@ -57,9 +57,8 @@ def _steps(
             "one device twice": parallel(devices * 2),
         }
     core = Device("cpu", 0, usable_cores()[:1])
-    team = ThreadPool([core])
     return layer, {
-        "plain, one CPU device": lambda: team.run([plain]) and None,
+        "plain, one CPU device": lambda: run([core], [plain]) and None,
         "one CPU device": parallel([core]),
         "two slots": parallel([Device("cpu", i, (usable_cores()[i],)) for i in range(2)]),
     }

@@ -18,7 +18,7 @@ from lockstep.model.losses.loss_check import LossCheck
 from lockstep.pipelining.stage_layers import place_tensors
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import to_device
-from lockstep.threads.thread_pool import ThreadPool
+from lockstep.threads.thread_pool import run
 from simulated_card import counts
 
 
@@ -107,9 +107,8 @@ def test_threads_compute_in_the_callers_stream_of_every_card() -> None:
         ids = [torch.accelerator.current_stream(card.torch).stream_id for card in cards]
         return torch.accelerator.current_device_index(), ids
 
-    pool = ThreadPool(cards)
     first, second = (torch.Stream(card.torch) for card in cards)
     with second, first:
         ids = [first.stream_id, second.stream_id]
-        assert pool.run([streams, streams]) == [(0, ids), (1, ids)]
-    assert pool.run([streams, streams]) == [(0, [0, 0]), (1, [0, 0])]
+        assert run(cards, [streams, streams]) == [(0, ids), (1, ids)]
+    assert run(cards, [streams, streams]) == [(0, [0, 0]), (1, [0, 0])]

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import gc
 import os
 import signal
@@ -21,12 +22,9 @@ from torch import nn
 from lockstep.errors import InputError
 from lockstep.launch import devices
 from lockstep.parallel import parallel_apply
-from lockstep.threads.thread_pool import ThreadPool, borrowed
+from lockstep.threads.thread_pool import run
 
-
-@pytest.fixture
-def team() -> ThreadPool:
-    return ThreadPool(devices.slots(3))
+SLOTS = devices.slots(3)
 
 
 def test_modules_get_their_arguments_and_results_come_in_order() -> None:
@@ -100,13 +98,13 @@ def test_what_a_module_sets_does_not_reach_the_next_call() -> None:
 
 def test_each_thread_has_the_limit_and_the_cores_of_its_slot_and_the_caller_keeps_its_own() -> None:
     before = torch.get_num_threads()
-    slots = devices.slots(3)
+    slots = [dataclasses.replace(slot, index=100) for slot in devices.slots(3)]  # new threads
 
     def state() -> tuple[int, set[int]]:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         return torch.get_num_threads(), cores
 
-    found = ThreadPool(slots).run([state] * 3)
+    found = run(slots, [state] * 3)
     for slot, result in zip(slots, found, strict=True):
         assert result is not None and result[0] == slot.threads
         assert not result[1] or result[1] == set(slot.cores)
@@ -154,9 +152,8 @@ def test_an_exception_keeps_its_type_and_traceback_and_names_the_replica() -> No
     assert parallel_apply([abs, abs], [-1, -2], devices="2xcpu") == [1, 2], "the threads work on"
 
 
-def test_the_first_failure_wins_and_frees_those_that_wait_for_it(team: ThreadPool) -> None:
+def test_the_first_failure_wins_and_frees_those_that_wait_for_it() -> None:
     barrier = threading.Barrier(3)
-    team.on_abort.append(barrier.abort)
 
     def fail() -> None:
         time.sleep(0.05)
@@ -164,62 +161,33 @@ def test_the_first_failure_wins_and_frees_those_that_wait_for_it(team: ThreadPoo
 
     start = time.monotonic()
     with pytest.raises(ValueError, match="first") as caught:
-        team.run([barrier.wait, fail, barrier.wait])
+        run(SLOTS, [barrier.wait, fail, barrier.wait], on_abort=[barrier.abort])
     assert time.monotonic() - start < 5
     assert caught.value.__notes__ == ["raised by replica 1 on cpu:1"]
     barrier.reset()
-    assert team.run([int, int, None]) == [0, 0, None]
+    assert run(SLOTS, [int, int, None]) == [0, 0, None]
 
 
-def test_an_abort_hook_that_fails_does_not_stop_the_others(team: ThreadPool) -> None:
-    called: list[int] = []
-    team.on_abort += [lambda: 1 // 0, lambda: called.append(1)]  # type: ignore[list-item, func-returns-value]
-    with pytest.raises(KeyError):
-        team.run([lambda: {}["missing"], int, int])
-    assert called == [1]
+def test_devices_may_sit_out() -> None:
+    assert run(SLOTS, [None, lambda: 5, None]) == [None, 5, None]
+    assert run(SLOTS, [None] * 3) == [None] * 3
 
 
-def test_devices_may_sit_out(team: ThreadPool) -> None:
-    assert team.run([None, lambda: 5, None]) == [None, 5, None]
-    assert team.run([None] * 3) == [None] * 3
-    with pytest.raises(InputError, match="2 functions for 3 devices"):
-        team.run([int, int])
-
-
-def test_a_closed_team_makes_new_threads(team: ThreadPool) -> None:
-    before = team.run([threading.get_ident] * 3)
-    team.close()
-    assert set(team.run([threading.get_ident] * 3)).isdisjoint(before) or team.run(
-        [int, int, int]
-    ) == [0, 0, 0]
-
-
-def test_threads_end_with_their_team() -> None:
-    team = ThreadPool(devices.slots(2))
-    threads = team.run([threading.current_thread] * 2)
-    del team
-    gc.collect()
-    for thread in threads:
-        assert thread is not None
-        thread.join(10)
-        assert not thread.is_alive()
-
-
-def test_idle_threads_keep_no_results_alive(team: ThreadPool) -> None:
+def test_idle_threads_keep_no_results_alive() -> None:
     class Result:
         pass
 
     def make() -> Callable[[], Result]:
         return Result
 
-    found = team.run([make()] * 3)
+    found = run(SLOTS, [make()] * 3)
     refs = [weakref.ref(result) for result in found if result is not None]
     del found
     gc.collect()
     assert [ref() for ref in refs] == [None] * 3
 
 
-def test_a_failed_call_keeps_nothing_alive_after_its_exception_is_gone(team: ThreadPool) -> None:
+def test_a_failed_call_keeps_nothing_alive_after_its_exception_is_gone() -> None:
     class Weights:
         pass
 
@@ -230,13 +198,12 @@ def test_a_failed_call_keeps_nothing_alive_after_its_exception_is_gone(team: Thr
 
     refs: list[weakref.ref[Weights]] = []
     with contextlib.suppress(ValueError):
-        team.run([fail, int, int])
+        run(SLOTS, [fail, int, int])
     assert refs[0]() is None
 
 
-def test_ctrl_c_frees_the_threads_and_the_next_call_works(team: ThreadPool) -> None:
+def test_ctrl_c_frees_the_threads_and_the_next_call_works() -> None:
     barrier = threading.Barrier(2)
-    team.on_abort.append(barrier.abort)
 
     def interrupt() -> None:
         time.sleep(0.2)
@@ -244,18 +211,9 @@ def test_ctrl_c_frees_the_threads_and_the_next_call_works(team: ThreadPool) -> N
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        team.run([interrupt, barrier.wait, None])
+        run(SLOTS, [interrupt, barrier.wait, None], on_abort=[barrier.abort])
     assert time.monotonic() - start < 4
-    assert team.run([int, int, int]) == [0, 0, 0]
-
-
-def test_borrowed_threads_come_back_after_a_failure() -> None:
-    slots = devices.slots(2)
-    with pytest.raises(ZeroDivisionError), borrowed(slots) as first:
-        idents = first.run([threading.get_ident] * 2)
-        raise ZeroDivisionError
-    with borrowed(slots) as second:
-        assert second.run([threading.get_ident] * 2) == idents
+    assert run(SLOTS, [int, int, int]) == [0, 0, 0]
 
 
 @pytest.mark.slow
@@ -266,13 +224,12 @@ def test_a_forked_process_makes_threads_of_its_own() -> None:
         warnings.simplefilter("ignore")
         from lockstep.launch.devices import slots
         from lockstep.parallel import parallel_apply
-        from lockstep.threads.thread_pool import ThreadPool
-        team = ThreadPool(slots(2))
-        assert team.run([int, int]) == [0, 0]
+        from lockstep.threads.thread_pool import run
+        assert run(slots(2), [int, int]) == [0, 0]
         assert parallel_apply([abs, abs], [-1, -2], devices="2xcpu") == [1, 2]
         child = os.fork()
         if child == 0:
-            good = team.run([int, int]) == [0, 0] and parallel_apply([abs], [-1], devices="1xcpu") == [1]
+            good = run(slots(2), [int, int]) == [0, 0] and parallel_apply([abs], [-1], devices="1xcpu") == [1]
             os._exit(0 if good else 1)
         raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from lockstep.launch import devices
 from lockstep.threads.random_streams import current, stream
-from lockstep.threads.thread_pool import ThreadPool
+from lockstep.threads.thread_pool import run
 
 X = torch.linspace(-2, 2, 192, dtype=torch.float64).sin().view(4, 6, 8)
 IMAGES = torch.linspace(-9, 9, 384).sin().view(2, 3, 8, 8)
@@ -164,7 +164,7 @@ class Net(nn.Module):
 def test_threads_with_equal_seeds_compute_equal_bits_whatever_their_timing() -> None:
     torch.manual_seed(0)
     net = Net()
-    team = ThreadPool(devices.slots(3))
+    three = devices.slots(3)
 
     def work(number: int, delay: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +175,7 @@ def test_threads_with_equal_seeds_compute_equal_bits_whatever_their_timing() -> 
 
         return run
 
-    runs = [team.run([work(i, (i + run) % 3 * 50) for i in range(3)]) for run in range(6)]
+    runs = [run(three, [work(i, (i + k) % 3 * 50) for i in range(3)]) for k in range(6)]
     for results in runs[1:]:
         for (loss, grad), (first_loss, first_grad) in zip(results, runs[0], strict=True):  # type: ignore[misc]
             assert torch.equal(loss, first_loss) and torch.equal(grad, first_grad)
@@ -215,14 +215,14 @@ def test_gradients_of_attention_and_recurrent_layers_are_those_of_pytorch() -> N
             return torch.autograd.grad(run(x).square().sum(), x)
 
     lstm = nn.LSTM(8, 5, 3, dropout=0.5).double()
-    for run in (
+    for drawing in (
         lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
         lambda x: lstm(x, (torch.ones(3, 6, 5).double(), torch.ones(3, 6, 5).double()))[1][1],
         lambda x: F.rrelu(x, training=True),
     ):
         with torch.random.fork_rng():
             torch.testing.assert_close(
-                grads(run, _generator(7)), grads(run, None), rtol=1e-13, atol=1e-13
+                grads(drawing, _generator(7)), grads(drawing, None), rtol=1e-13, atol=1e-13
             )
 
 

@@ -12,13 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.launch.devices import slots
 from lockstep.threads.random_streams import stream
 from lockstep.threads.recompute import install
-from lockstep.threads.thread_pool import ThreadPool
+from lockstep.threads.thread_pool import run
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_dropout_has_the_mask_of_the_first_time(reentrant: bool) -> None:
     install()
-    team = ThreadPool(slots(2))
 
     def error(seed: int) -> float:
         w = torch.ones(16, requires_grad=True)
@@ -36,8 +35,7 @@ def test_a_recomputed_dropout_has_the_mask_of_the_first_time(reentrant: bool) ->
         return float((w.grad - out.detach().sum(dim=0)).abs().max())
 
     for _ in range(5):
-        assert max(team.run([lambda: error(1), lambda: error(2)])) < 1e-5
-    team.close()
+        assert max(run(slots(2), [lambda: error(1), lambda: error(2)])) < 1e-5
 
 
 def test_outside_of_a_stream_nothing_has_changed() -> None:

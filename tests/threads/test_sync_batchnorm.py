@@ -23,7 +23,7 @@ from lockstep.errors import InputError, StrategyError
 from lockstep.launch import devices
 from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
-from lockstep.threads.thread_pool import ThreadPool
+from lockstep.threads.thread_pool import run
 
 from harness import parity  # isort: skip
 from zoo import drawn, labels, slow
@@ -34,6 +34,12 @@ SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm2d: (3, 4),
     nn.BatchNorm3d: (2, 3, 2),
 }
+
+
+def between(parties: int) -> ThreadExchange:
+    exchange = ThreadExchange()
+    exchange.begin(parties)
+    return exchange
 
 
 def _norm(kind: Callable[..., nn.Module], **settings: object) -> nn.Module:
@@ -50,12 +56,11 @@ def _apart(
     """The replicas of ``norm``, output and gradient of ``x``, with a share of ``sizes`` on each
     of as many threads.
     """
-    exchange = ThreadExchange(len(sizes))
+    exchange = between(len(sizes))
     norm = copy.deepcopy(norm)
     assert synchronise(norm, exchange) >= 1
     replicas = [copy.deepcopy(norm) for _ in sizes]
-    team = ThreadPool(devices.slots(len(sizes)))
-    team.on_abort.append(exchange.abort)
+    slots = devices.slots(len(sizes))
 
     def work(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         exchange.enter(i)
@@ -66,7 +71,8 @@ def _apart(
         return y.detach(), share.grad
 
     exchange.begin(sum(1 for size in sizes if size))
-    found = team.run([functools.partial(work, i) if size else None for i, size in enumerate(sizes)])
+    work_of = [functools.partial(work, i) if size else None for i, size in enumerate(sizes)]
+    found = run(slots, work_of, on_abort=[exchange.abort])
     outputs, grads = zip(*(pair for pair in found if pair is not None), strict=True)
     return replicas, torch.cat(outputs), torch.cat(grads)
 
@@ -132,7 +138,7 @@ def test_a_replica_with_an_empty_share_sits_out() -> None:
 
 def test_an_empty_share_may_also_take_part() -> None:
     norm, x = _norm(nn.BatchNorm2d), torch.randn(4, 6, 2, 2, dtype=torch.float64)
-    exchange = ThreadExchange(2)
+    exchange = between(2)
     one = copy.deepcopy(norm)
     synchronise(one, exchange)
     replicas = [one, copy.deepcopy(one)]
@@ -144,9 +150,7 @@ def test_an_empty_share_may_also_take_part() -> None:
         return y.detach()
 
     exchange.begin(2)
-    found = ThreadPool(devices.slots(2)).run(
-        [functools.partial(work, 0), functools.partial(work, 1)]
-    )
+    found = run(devices.slots(2), [functools.partial(work, 0), functools.partial(work, 1)])
     torch.testing.assert_close(found[0], norm(x).detach(), **EXACT)
     assert found[1] is not None and found[1].shape == (0, 6, 2, 2)
 
@@ -155,7 +159,7 @@ def test_channels_last_inputs_stay_so() -> None:
     x = torch.randn(7, 6, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last)
     norm = _norm(nn.BatchNorm2d)
     _check(norm, x, [4, 3])
-    exchange = ThreadExchange(2)
+    exchange = between(2)
     synchronise(norm, exchange)
     formats: list[bool] = []
 
@@ -163,7 +167,7 @@ def test_channels_last_inputs_stay_so() -> None:
         exchange.enter(i)
         formats.append(norm(x).is_contiguous(memory_format=torch.channels_last))
 
-    ThreadPool(devices.slots(2)).run([functools.partial(work, 0), functools.partial(work, 1)])
+    run(devices.slots(2), [functools.partial(work, 0), functools.partial(work, 1)])
     assert formats == [True, True]
 
 
@@ -187,11 +191,10 @@ def test_a_deep_network_over_several_micro_batches_keeps_the_numbers() -> None:
     whole = copy.deepcopy(net)
     for share in shares:
         whole(x[share[0][0] : share[-1][1]]).square().sum().backward()
-    exchange = ThreadExchange(2)
+    exchange = between(2)
     synchronise(net, exchange)
     replicas = [net, copy.deepcopy(net)]
-    team = ThreadPool(devices.slots(2))
-    team.on_abort.append(exchange.abort)
+    slots = devices.slots(2)
 
     def work(i: int) -> None:
         for j, share in enumerate(shares):
@@ -199,8 +202,8 @@ def test_a_deep_network_over_several_micro_batches_keeps_the_numbers() -> None:
                 exchange.enter(i, j)
                 replicas[i](x[share[i][0] : share[i][1]]).square().sum().backward()
 
-    exchange.begin([len(share) for share in shares])
-    team.run([functools.partial(work, 0), functools.partial(work, 1)])
+    exchange.begin(*[len(share) for share in shares])
+    run(slots, [functools.partial(work, 0), functools.partial(work, 1)], on_abort=[exchange.abort])
     for p, a, b in zip(whole.parameters(), *(r.parameters() for r in replicas), strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad + b.grad, p.grad, **EXACT)
@@ -232,14 +235,14 @@ def test_evaluation_is_that_of_the_ordinary_batch_norm() -> None:
     for settings in ({}, {"track_running_stats": False}):
         norm = _norm(nn.BatchNorm1d, **settings).eval()
         wanted = norm(x)
-        synchronise(norm, ThreadExchange(2))
+        synchronise(norm, between(2))
         assert torch.equal(norm(x), wanted)
 
 
 def test_one_party_is_the_ordinary_batch_norm() -> None:
     norm, x = _norm(nn.BatchNorm1d), torch.randn(4, 6, dtype=torch.float64)
     wanted = copy.deepcopy(norm)(x)
-    exchange = ThreadExchange(1)
+    exchange = between(1)
     synchronise(norm, exchange)
     exchange.enter(0)
     assert torch.equal(norm(x), wanted)
@@ -249,16 +252,16 @@ def test_one_party_is_the_ordinary_batch_norm() -> None:
 def test_a_single_value_per_channel_is_refused_as_by_pytorch(count: int) -> None:
     """The sum over all parties counts: two of them, one with an empty share, have one value."""
     norm = nn.BatchNorm1d(2)
-    exchange = ThreadExchange(count)
+    exchange = between(count)
     synchronise(norm, exchange)
-    team = ThreadPool(devices.slots(count))
+    slots = devices.slots(count)
 
     def work(i: int) -> None:
         exchange.enter(i)
         norm(torch.ones(1 - i, 2))
 
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-        team.run([functools.partial(work, i) for i in range(count)])
+        run(slots, [functools.partial(work, i) for i in range(count)])
 
 
 def test_names_hooks_mode_and_objects_stay_as_they_are() -> None:
@@ -269,7 +272,7 @@ def test_names_hooks_mode_and_objects_stay_as_they_are() -> None:
     calls: list[int] = []
     inside.register_forward_hook(lambda *_: calls.append(1))
     before = {name: value.data_ptr() for name, value in net.state_dict().items()}
-    assert synchronise(net, ThreadExchange(2)) == 2
+    assert synchronise(net, between(2)) == 2
     assert {name: value.data_ptr() for name, value in net.state_dict().items()} == before
     assert (
         net[1] is inside
@@ -281,11 +284,11 @@ def test_names_hooks_mode_and_objects_stay_as_they_are() -> None:
     inside(torch.zeros(2, 3, 1, 1))
     assert calls == [1]
     net.load_state_dict({name: torch.zeros_like(value) for name, value in net.state_dict().items()})
-    assert synchronise(net, ThreadExchange(3)) == 2, "again, with another exchange"
+    assert synchronise(net, between(3)) == 2, "again, with another exchange"
 
 
 def test_a_root_module_is_synchronised_too_and_input_shapes_are_checked() -> None:
-    norm, exchange = nn.BatchNorm2d(3), ThreadExchange(2)
+    norm, exchange = nn.BatchNorm2d(3), between(2)
     assert synchronise(norm, exchange) == 1
     exchange.enter(0)
     with pytest.raises(ValueError, match="4D"):
@@ -298,16 +301,15 @@ def test_a_batch_norm_of_a_class_that_nobody_knows_is_refused() -> None:
             return super().forward(input).relu()
 
     with pytest.raises(StrategyError, match="1 is a Activated"):
-        synchronise(nn.Sequential(nn.ReLU(), Activated(3)), ThreadExchange(2))
+        synchronise(nn.Sequential(nn.ReLU(), Activated(3)), between(2))
     with pytest.raises(InputError, match="lazy"):
-        synchronise(nn.Sequential(nn.LazyBatchNorm1d()), ThreadExchange(2))
+        synchronise(nn.Sequential(nn.LazyBatchNorm1d()), between(2))
 
 
 def test_a_failing_replica_frees_the_others() -> None:
-    norm, exchange = nn.BatchNorm1d(2), ThreadExchange(2)
+    norm, exchange = nn.BatchNorm1d(2), between(2)
     synchronise(norm, exchange)
-    team = ThreadPool(devices.slots(2))
-    team.on_abort.append(exchange.abort)
+    slots = devices.slots(2)
 
     def wait() -> None:
         exchange.enter(0)
@@ -319,7 +321,7 @@ def test_a_failing_replica_frees_the_others() -> None:
 
     start = time.monotonic()
     with pytest.raises(KeyError, match="here"):
-        team.run([wait, fail])
+        run(slots, [wait, fail], on_abort=[exchange.abort])
     assert time.monotonic() - start < 5
     exchange.begin(2)  # mends it
 
@@ -327,35 +329,19 @@ def test_a_failing_replica_frees_the_others() -> None:
         exchange.enter(i)
         norm(torch.randn(3, 2))
 
-    team.run([functools.partial(work, 0), functools.partial(work, 1)])
+    run(slots, [functools.partial(work, 0), functools.partial(work, 1)], on_abort=[exchange.abort])
 
 
 def test_those_that_are_freed_say_so() -> None:
-    exchange = ThreadExchange(2)
+    exchange = between(2)
     threading.Timer(0.05, exchange.abort).start()
     exchange.enter(0)
     with pytest.raises(StrategyError, match="another one failed"):
         exchange.session().gather(torch.zeros(1))
 
 
-def test_a_backward_of_all_replicas_in_one_thread_is_refused_rather_than_waiting_forever() -> None:
-    norm, exchange = nn.BatchNorm1d(2), ThreadExchange(2)
-    synchronise(norm, exchange)
-
-    def work(i: int) -> torch.Tensor:
-        exchange.enter(i)
-        return norm(torch.randn(3, 2, requires_grad=True)).sum()
-
-    one, other = ThreadPool(devices.slots(2)).run(
-        [functools.partial(work, 0), functools.partial(work, 1)]
-    )
-    assert one is not None and other is not None
-    with pytest.raises(StrategyError, match="inside its own thread"):
-        (one + other).backward()
-
-
 def test_a_thread_that_entered_nothing_is_told_so() -> None:
-    norm, exchange = nn.BatchNorm1d(2), ThreadExchange(2)
+    norm, exchange = nn.BatchNorm1d(2), between(2)
     synchronise(norm, exchange)
     with pytest.raises(StrategyError, match=r"exchange\.enter"):
         norm(torch.randn(3, 2))

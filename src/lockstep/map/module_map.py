@@ -38,7 +38,7 @@ from lockstep.tensors.pytree import (
 from lockstep.tensors.rows import has_rows, holds_samples
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import stream
-from lockstep.threads.thread_pool import borrowed
+from lockstep.threads.thread_pool import borrowed, hand_back
 
 
 def mapped(
@@ -73,7 +73,8 @@ def mapped(
         for part in replica.modules():
             part.training = False
 
-    with borrowed(devices) as pool:
+    workers = [borrowed(device) for device in devices]
+    try:
         under_way: deque[_Batch] = deque()
         turns = itertools.cycle(range(len(devices)))
         first = 0
@@ -85,7 +86,7 @@ def mapped(
                 inputs = batch[0] if batch_size is None else _together(batch, collate, first)
                 number = next(turns)
                 run = partial(_outputs, replicas[number], inputs, devices[number], seed, first)
-                outputs = pool.start(number, run)
+                outputs = workers[number].start(run)
                 under_way.append(_Batch(first, len(batch), devices[number], outputs))
                 first += len(batch)
 
@@ -93,6 +94,8 @@ def mapped(
                 return
             if not batch or under_way[0].outputs.done():
                 yield from _results(under_way.popleft(), is_row=batch_size is not None)
+    finally:
+        hand_back(workers)
 
 
 class _Batch(NamedTuple):

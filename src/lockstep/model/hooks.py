@@ -48,13 +48,12 @@ def hooks_of_shards(p: torch.Tensor) -> list[int]:
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def structure_of(model: nn.Module) -> list[Any]:
-    """List modules, parameters and hooks: copies of a model don't follow changes of these."""
+def hooks_of(model: nn.Module) -> list[Any]:
+    """List how many hooks each module has, and whether it has a forward of its own and each
+    parameter a hook.
+    """
     found: list[Any] = []
     for module in model.modules():
-        hooks = [len(getattr(module, kind)) for kind in _OF_MODULES]
-        own_forward = vars(module).get("forward")
-        found.append((id(module), id(own_forward), hooks))
-    for p in model.parameters():
-        found.append((id(p), is_hooked(p)))
-    return found
+        found += [len(getattr(module, kind)) for kind in _OF_MODULES]
+        found.append("forward" in vars(module))
+    return found + list(map(is_hooked, model.parameters()))

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lockstep.launch.devices import Device
 from lockstep.tensors import pytree
-from lockstep.threads.thread_pool import borrowed
+from lockstep.threads.thread_pool import run
 
 _here = threading.local()
 
@@ -62,22 +62,6 @@ def _goes_everywhere() -> bool:
     ``inputs``.
     """
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
-
-
-class Aside(torch.autograd.Function):
-    """Give the same memory with a version of its own, not a leaf: a replica may change its share in
-    place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Give an alias."""
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Give the gradient on."""
-        return grad
 
 
 def joined(
@@ -183,8 +167,7 @@ class _Joined(torch.autograd.Function):
             work = functools.partial(_collected, mine, used, everything, **settings)
             tasks.append(work if used else None)
 
-        with borrowed(devices) as team:
-            found = [theirs or {} for theirs in team.run(tasks)]
+        found = [theirs or {} for theirs in run(devices, tasks)]
         if differentiable:
             found = joined(found, devices, sources, again, overlaps=True)
         # What ``autograd.grad`` gives may be the gradient of several tensors at once.

@@ -13,16 +13,14 @@ backward (`lockstep.parallel.backward_threads`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
@@ -35,14 +33,11 @@ from lockstep.tensors import pytree
 from lockstep.tensors.common_memory import tensors_of as named_tensors_of
 from lockstep.tensors.placing import place_module
 from lockstep.threads import recompute
-from lockstep.threads.thread_pool import borrowed
+from lockstep.threads.thread_pool import run
 
 M = TypeVar("M", bound=nn.Module)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-Versioned = tuple[Tensor, int]
-"""A tensor, and how often it had been written to."""
 
 _CALL = 6
 """Up the stack from a method that forward calls to the line that called the DataParallel."""
@@ -178,8 +173,7 @@ class DataParallel(nn.Module, Generic[M]):
             ((given, keywords),) = shares
             outputs = [self.module(*given, **keywords)]
         else:
-            with _writes_reported((inputs, kwargs)) as versions:
-                outputs = self._outputs(shares, devices, versions)
+            outputs = self._outputs(shares, devices)
 
         whole: Any
         if self.balanced:
@@ -192,15 +186,8 @@ class DataParallel(nn.Module, Generic[M]):
         trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
         return whole
 
-    def _outputs(
-        self,
-        shares: Sequence[Arguments],
-        devices: Sequence[Device],
-        given: list[Versioned],
-    ) -> list[Any]:
-        """Call a replica for each share; the tensors that replicas are given are added to
-        ``given``.
-        """
+    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
+        """Call a replica for each share."""
         followed, own = tensors_of(self.module)
         _refuse_elsewhere(self.module, (*followed, *own), self.devices[0].torch)
         kind = type(self)
@@ -209,9 +196,8 @@ class DataParallel(nn.Module, Generic[M]):
             and kind.parallel_apply is DataParallel.parallel_apply
         )
         if is_own and all(device.is_slot for device in self.devices):
-            return _on_slots(self.module, followed, own, shares, devices, given)
+            return _on_slots(self.module, followed, own, shares, devices)
 
-        given += _versions(pytree.tensors(shares))
         replicas = self.replicate(self.module, devices)
         args, named = zip(*shares, strict=True)
         return self.parallel_apply(replicas, args, named)
@@ -331,7 +317,6 @@ def _on_slots(
     own: list[Tensor],
     shares: Sequence[Arguments],
     devices: Sequence[Device],
-    given: list[Versioned],
 ) -> list[Any]:
     """Call each replica in a thread of its slot, with a graph of its own that is joined to the
     caller's.
@@ -341,7 +326,6 @@ def _on_slots(
         followed, own: its tensors, as ``tensors_of`` gives them.
         shares: of the batch.
         devices: as many slots.
-        given: the tensors that replicas are given are added to it.
     """
     learns = torch.is_grad_enabled()
     shared = [tensor for tensor in followed if tensor.requires_grad and learns]
@@ -357,14 +341,12 @@ def _on_slots(
     for replica, share, mine in zip(replicas, shares, leaves, strict=True):
         if learns:
             share = pytree.each(functools.partial(_of_its_own, shared, mine), share)
-        given += _versions(pytree.tensors(share))
         args, kwargs = share
         calls.append(functools.partial(replica, *args, **kwargs))
 
-    before = _versions(followed)
-    with borrowed(devices) as team:
-        outputs = team.run(in_streams(calls))
-    for tensor, version in before:
+    before = {tensor: tensor._version for tensor in followed if not tensor.is_inference()}
+    outputs = run(devices, in_streams(calls))
+    for tensor, version in before.items():
         if tensor._version != version:
             raise InputError(
                 f'parameter "{_name_of(tensor, module)}" was changed in forward, by every replica, '
@@ -387,42 +369,7 @@ def _of_its_own(shared: list[Tensor], leaves: dict[int, Tensor], tensor: Tensor)
     leaf = backward_threads.stand_in(tensor)
     leaves[len(shared)] = leaf
     shared.append(tensor)
-    alias: Tensor = backward_threads.Aside.apply(leaf)  # type: ignore[no-untyped-call]
-    return alias
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[Versioned]:
-    """List tensors, each with the number of writes that autograd has counted."""
-    return [(one, one._version) for one in tensors if not one.is_inference()]
-
-
-@contextlib.contextmanager
-def _writes_reported(whole: Arguments) -> Iterator[list[Versioned]]:
-    """Let autograd notice which of the caller's tensors replicas write to: a share counts its
-    writes alone.
-
-    Else backward would use the changed values where it had saved such a tensor.
-
-    Args:
-        whole: the caller's tensors.
-
-    Yields:
-        A list, for the shares.
-    """
-    given: list[Versioned] = []
-    try:
-        yield given
-    finally:
-        # A scatter of a person's own may give sparse tensors, which have no storage.
-        written = {
-            share.untyped_storage().data_ptr()
-            for share, version in given
-            if share._version != version and is_plain(share)
-        }
-        if written:
-            for tensor, _ in _versions(pytree.tensors(whole)):
-                if is_plain(tensor) and tensor.untyped_storage().data_ptr() in written:
-                    increment_version(tensor)
+    return leaf.clone()  # no leaf itself: the replica may write to it
 
 
 def _compile_with(callback: Any) -> Any:

@@ -18,7 +18,7 @@ from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
 from lockstep.threads import random_streams
-from lockstep.threads.thread_pool import borrowed
+from lockstep.threads.thread_pool import run
 
 T = TypeVar("T")
 
@@ -71,8 +71,7 @@ def parallel_apply(
         calls.append(functools.partial(module, *args, **(kwargs or {})))
     if not places[0].is_slot and len(set(places)) == 1:
         return _one_after_another(calls, places[0])
-    with borrowed(places) as team:
-        return team.run(calls)
+    return run(places, calls)
 
 
 def in_streams(calls: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:

@@ -39,9 +39,8 @@ def scatter(
 ) -> Sequence[Any]:
     """Cut ``inputs`` along ``dim``, and bring each share to its device.
 
-    The shares of a tensor are views of its memory where the device already holds it (CPU devices
-    always do), but have a gradient history and a version of their own: a replica may change its
-    share in place without disturbing others. Gradients of the shares come back to ``inputs``.
+    The shares of a tensor are copies, on CPU devices too: a replica may change its share in place
+    without disturbing others. Gradients of the shares come back to ``inputs``.
 
     Args:
         inputs: a tensor, or any nesting of tensors in lists, tuples, named tuples, mappings and
@@ -179,38 +178,10 @@ def _cut(nest: Any, places: list[torch.device], dim: int, sizes: list[int]) -> l
     if isinstance(nest, Tensor):
         if nest.dim() == 0:
             return [target_devices.move(nest, place) for place in places]
-        return list(_Cut.apply(nest, dim, sizes, places))  # type: ignore[no-untyped-call]
+        shares = zip(torch.split(nest, sizes, dim), places, strict=True)
+        return [share.to(p, copy=True, non_blocking=p.type != "cpu") for share, p in shares]
     inside = pytree.parts(nest)
     if not inside:
         return [nest for _ in places]
     columns = [_cut(part, places, dim, sizes) for part in inside]
     return [pytree.rebuilt(nest, row) for row in zip(*columns, strict=True)]
-
-
-class _Cut(torch.autograd.Function):
-    """Views of a tensor that autograd doesn't hold to be views.
-
-    Plain ``torch.chunk`` gives shares that refuse changes in place and have one version between
-    them: a replica that normalises its share in place would make the backward of another one fail.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        dim: int,
-        sizes: list[int],
-        places: list[torch.device],
-    ) -> tuple[Tensor, ...]:
-        ctx.dim = dim
-        ctx.home = tensor.device
-        shares = torch.split(tensor, sizes, dim)
-        moved = []
-        for share, place in zip(shares, places, strict=True):
-            moved.append(target_devices.move(share.data, place))
-        return tuple(moved)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        moved = [target_devices.move(grad, ctx.home) for grad in grads]
-        return torch.cat(moved, ctx.dim), None, None, None

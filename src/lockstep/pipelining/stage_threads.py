@@ -14,7 +14,7 @@ import torch
 
 from lockstep.launch.cores import limit_threads
 from lockstep.launch.devices import Device, usable_cores
-from lockstep.threads.thread_pool import ThreadPool
+from lockstep.threads.thread_pool import run
 
 T = TypeVar("T")
 
@@ -32,7 +32,6 @@ class StageThreads:
     def __init__(self, devices: Sequence[Device], stages: Sequence[Device]) -> None:
         self._devices = devices
         self._stages = stages
-        self._pool: ThreadPool | None = None
 
     def run(
         self,
@@ -45,30 +44,17 @@ class StageThreads:
             functions: return something that isn't None.
             on_abort: called as soon as one has failed, to free the others.
         """
-        pool = self._enough_threads(len(functions))
-        pool.on_abort[:] = on_abort
-        idle = [None] * (len(pool.devices) - len(functions))
+        places = [self._devices[0]] * len(functions)
+        if places[0].is_slot:
+            # Bound to no core yet: each goes to those of its stage.
+            places = [Device("cpu", i) for i in range(len(functions))]
         try:
-            found = pool.run([*functions, *idle])
+            found = run(places, functions, role="", on_abort=on_abort)
         finally:
             if any(device.threads > 1 for device in self._stages):
                 # A thread's limit is also that of all new ones.
                 torch.set_num_threads(torch.get_num_threads())
         return [result for result in found if result is not None]
-
-    def _enough_threads(self, number: int) -> ThreadPool:
-        pool = self._pool
-        if pool is not None and len(pool.devices) >= number:
-            return pool
-        if pool is not None:
-            pool.close()
-        home = self._devices[0]
-        places = [home] * number
-        if home.is_slot:
-            # Bound to no core yet: each goes to those of its stage.
-            places = [Device("cpu", i) for i in range(number)]
-        self._pool = ThreadPool(places, role="")
-        return self._pool
 
     def occupy(self, stage: int) -> None:
         """Compute on a stage's device from now on, in the calling thread."""

@@ -78,7 +78,7 @@ class DP(WithShares):
                 raise StrategyError(
                     "sync_batchnorm needs a device for each replica: on one they would wait forever"
                 )
-            exchange = ThreadExchange(len(world.devices), world.observers)
+            exchange = ThreadExchange(world.observers)
             synchronise(model, exchange)
         return DPStep(model, build_optimizer(job, model), job, world, exchange)
 
@@ -125,15 +125,12 @@ class DPStep(Step):
         self._refresh()
         shares = self.scatter(batch)
         if self._exchange is not None:
-            self._exchange.begin([min(part.of, len(shares)) for part in shares[0]])
+            self._exchange.begin(*[min(part.of, len(shares)) for part in shares[0]])
 
         def compute(i: int) -> Loss:
             return self._on_replica(i, shares[i], batch.size)
 
-        losses = self.copies.run(compute, range(len(shares)))
-        if self._updates == 1:
-            self.copies.note_structure()  # the first forward may have registered hooks, in each
-        return added(losses, self.home)
+        return added(self.copies.run(compute, range(len(shares))), self.home)
 
     @phase("communicating", "refresh replicas")
     def _refresh(self) -> None:
@@ -201,19 +198,6 @@ class DPStep(Step):
     def _begin_streams(self, seed: int, number: int) -> None:
         for i, replica in enumerate(self.copies.all):
             replica.seed(mixed(seed, number, i))
-
-    def _check_sums(self, batch: Batch) -> None:
-        """Check that a batch is the sum of its parts, in updates that are checked.
-
-        Raises:
-            StrategyError: it isn't, or checkpointed blocks draw random numbers that threads share.
-        """
-        super()._check_sums(batch)
-        if self._checkpoints and self.sums.draws_elsewhere:
-            raise StrategyError(
-                "dp: activation_checkpointing can't repeat what forward draws from Python's or "
-                "NumPy's random, whose generator all threads share: draw from torch, or take ddp"
-            )
 
     def _compile_models(self) -> None:
         """Compile each replica.

@@ -8,12 +8,8 @@ whole are (Chan, Golub, LeVeque 1979)
 
 .. math:: N = \sum n_i \qquad m = \sum n_i m_i / N \qquad M = \sum M_i + n_i (m_i - m)^2
 
-and with :math:`s = 1 / \sqrt{M / N + \epsilon}` and :math:`\hat x = s (x - m)` the gradient of a
-share is
-
-.. math:: dx = w s \Bigl(dy - \frac{1}{N} \sum dy - \frac{\hat x}{N} \sum dy\,\hat x\Bigr)
-
-with both sums over all replicas. The gradients of weight and bias stay the replica's own sums:
+The gradient of a share is that of PyTorch's kernel, to which `_Shared` adds what comes by way of the
+statistics. The gradients of weight and bias stay the replica's own sums:
 whoever adds up gradients adds these too.
 """
 
@@ -111,143 +107,116 @@ def _over_all(
         if not self.training or (session := exchange.session()).parties == 1:
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        momentum = self.momentum
-        if self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:  # the average of all batches so far
-                momentum = 1.0 / float(self.num_batches_tracked)
-        tracks = self.track_running_stats
-        output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input,
-            self.weight,
-            self.bias,
-            self.running_mean if tracks else None,
-            self.running_var if tracks else None,
-            momentum or 0.0,
-            self.eps,
-            session,
-            number,
-        )
-        return output
+        with torch.no_grad():
+            mean, square, total = _of_all(input, session, number)
+            if self.track_running_stats:
+                _track(self, mean, square / (total - 1))
+        dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+        mean = mean.to(dtype)
+        var = (square / total).to(dtype)
+        scale = (var + self.eps).rsqrt()
+        shared = _Shared.apply(input, mean, scale, total, session)  # type: ignore[no-untyped-call]
+        # PyTorch's own kernels: in eval mode they normalise with the statistics that they are
+        # given.
+        weight = None if self.weight is None else self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.batch_norm(shared, mean, var, weight, bias, False, 0.0, self.eps)
 
     # Replicas wait for one another in it: no part of it is compiled, and PyTorch's compiler isn't
     # shown it.
     return cast(Callable[..., torch.Tensor], torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
 
 
-class _Normalise(torch.autograd.Function):
-    """Forward and backward over all parties; each exchanges one small tensor::
+def _of_all(
+    input: torch.Tensor, session: Session, number: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute mean and sum of squared deviations of each channel, and the count, over all shares.
 
-    forward    (means, squared deviations, count) of each share      2 x channels + 1 numbers
-    backward   (sum of dy * xhat, sum of dy) of each share           2 x channels numbers
+    Each party sends (means, squared deviations, count) of its share: 2 x channels + 1 numbers.
+
+    Raises:
+        StrategyError: the parties have come to different batch norms.
+        ValueError: all shares together have one value per channel.
+    """
+    wide = torch.float32 if input.device.type == "mps" else torch.float64
+    channels = input.shape[1]
+    count = input.numel() // channels
+    mean, var = _statistics(input)
+    mine = torch.cat([mean.to(wide), var.to(wide) * count, mean.new_tensor([count], dtype=wide)])
+    found = _gathered(session, mine, number)
+    means, squares, counts = torch.split(found, [channels, channels, 1], dim=1)
+    total = counts.sum()
+    if count <= 1 and total.item() <= 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got input size "
+            f"{tuple(input.shape)} on each of {session.parties} replicas"
+        )
+    whole = (counts * means).sum(0) / total
+    return whole, (squares + counts * (means - whole).square()).sum(0), total
+
+
+def _track(norm: _BatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None:
+    """Move the running statistics of a batch norm."""
+    momentum = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if momentum is None:  # the average of all batches so far
+            momentum = 1.0 / float(norm.num_batches_tracked)
+    for running, value in ((norm.running_mean, mean), (norm.running_var, var)):
+        if running is not None and momentum:
+            running.lerp_(value.to(running.dtype), momentum)
+
+
+class _Shared(torch.autograd.Function):
+    r"""Gives its input; in backward it adds what reaches the input by the statistics of all parties.
+
+    With the gradient :math:`g = w s\,dy` of an input whose statistics are held to be constants, that
+    of all is :math:`g - \frac{1}{N} \sum g - \frac{\hat x}{N} \sum g\,\hat x`.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        momentum: float,
-        eps: float,
+        mean: torch.Tensor,
+        scale: torch.Tensor,
+        total: torch.Tensor,
         session: Session,
-        number: int,
     ) -> torch.Tensor:
-        """Normalise a share. input: (batch, channels, ...); weight, bias: (channels,).
-
-        Raises:
-            StrategyError: the parties have come to different batch norms.
-            ValueError: all shares together have one value per channel.
-        """
-        dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-        wide = torch.float32 if input.device.type == "mps" else torch.float64
-        # What this party has of its share.
-        count = input.numel() // input.shape[1]
-        mean, var = _statistics(input, dtype)
-        mine = torch.cat(
-            [mean.to(wide), var.to(wide) * count, mean.new_tensor([count], dtype=wide)]
-        )
-        found = _gathered(session, mine, number)
-        # Those of the whole.
-        channels = len(mean)
-        means, squares, counts = torch.split(found, [channels, channels, 1], dim=1)
-        total = counts.sum()
-        if count <= 1 and total.item() <= 1:
-            raise ValueError(
-                "Expected more than 1 value per channel when training, got input size "
-                f"{tuple(input.shape)} "
-                f"on each of {session.parties} replicas"
-            )
-        mean = (counts * means).sum(0) / total
-        square = (squares + counts * (means - mean).square()).sum(0)
-        if running_mean is not None:
-            running_mean.mul_(1 - momentum).add_((momentum * mean).to(running_mean.dtype))
-        if running_var is not None:
-            unbiased = square / (total - 1)
-            running_var.mul_(1 - momentum).add_((momentum * unbiased).to(running_var.dtype))
-        mean = mean.to(dtype)
-        var = (square / total).to(dtype)
-        ctx.save_for_backward(input, weight, mean, var, total)
-        ctx.eps = eps
+        ctx.save_for_backward(input, mean, scale, total)
         ctx.session = session
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        # PyTorch's own kernels: in eval mode they normalise with the statistics that they are
-        # given.
-        return F.batch_norm(input, mean, var, _as(weight, dtype), _as(bias, dtype), False, 0.0, eps)
+        return input.view_as(input)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Give the gradients of a share: those of weight and bias are the replica's own sums."""
-        input, weight, mean, var, total = ctx.saved_tensors
-        wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        # In eval mode the kernel gives dy w / sqrt(var + eps), and beside it the replica's own sums
-        # of dy xhat and dy.
-        if input.numel():
-            grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-                grad, input, scale, mean, var, None, None, False, ctx.eps, [wants_input, True, True]
-            )
-        else:  # that kernel divides by the size
-            grad_input = torch.zeros_like(input)
-            grad_weight = torch.zeros_like(mean)
-            grad_bias = torch.zeros_like(mean)
-        if wants_input:
-            means = ctx.session.sum(torch.stack([grad_weight, grad_bias]).to(total.dtype)) / total
-            by_mean, by_bias = (-means.to(mean.dtype) * scale * (var + ctx.eps).rsqrt()).unbind(0)
-            grad_input = grad_input + F.batch_norm(
-                input, mean, var, by_mean, by_bias, False, 0.0, ctx.eps
-            )
-        return (
-            grad_input if wants_input else None,
-            grad_weight.to(weight.dtype) if wants_weight else None,
-            grad_bias.to(ctx.bias_dtype) if wants_bias else None,
-            *(None,) * 6,
-        )
+        input, mean, scale, total = ctx.saved_tensors
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        dims = [0, *range(2, input.dim())]
+        normal = (input.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
+        wide = grad.to(mean.dtype)
+        mine = torch.stack([wide.sum(dims), (wide * normal).sum(dims)])
+        means = ctx.session.gather(mine.to(total.dtype)).sum(0) / total
+        by_mean, by_scale = means.to(mean.dtype)
+        found = wide - by_mean.view(shape) - normal * by_scale.view(shape)
+        return found.to(input.dtype), None, None, None, None
 
 
-def _statistics(input: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mean and biased variance of each channel, over samples and positions.
 
     Args:
         input: (batch, channels, ...).
-        dtype: to compute in.
 
     Returns:
         Two tensors of (channels,); zeros for an empty share.
     """
+    values = input if input.dtype == torch.float64 else input.float()
     if input.numel() == 0:
-        zeros = torch.zeros(input.shape[1], dtype=dtype, device=input.device)
+        zeros = values.new_zeros(input.shape[1])
         return zeros, zeros
-    values = input.to(dtype)
     if input.device.type in ("cpu", "cuda"):  # 3 to 30 times as fast as var_mean
         mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
     else:
         var, mean = torch.var_mean(values, [0, *range(2, input.dim())], correction=0)
     return mean, var
-
-
-def _as(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(dtype)

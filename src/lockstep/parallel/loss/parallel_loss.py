@@ -38,7 +38,7 @@ from lockstep.parallel.scatter import refuse_uncuttable, scatter
 from lockstep.tensors import pytree
 from lockstep.tensors.rows import batch_size_of, share_sizes
 from lockstep.threads import recompute
-from lockstep.threads.thread_pool import borrowed
+from lockstep.threads.thread_pool import run
 
 TOKENS = 256
 """How many tokens a chunk has, about, where a person doesn't say: enough to keep a matrix
@@ -246,8 +246,8 @@ def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor,
         calls: list[Callable[[], Any]] = [functools.partial(one.work, learns) for one in shares]
         if shares[0].device.is_slot:
             calls = in_streams(calls)
-        with borrowed([share.device for share in shares]) as team:
-            results = [result for result in team.run(calls) if result is not None]
+        found_by_device = run([share.device for share in shares], calls)
+        results = [result for result in found_by_device if result is not None]
 
         # In the order of the shares: the same bits each time.
         total = torch.zeros((), device=home)

@@ -49,6 +49,11 @@ class Replica:
         elif not self._device.is_slot:
             seed_on(self._device.torch, key)
 
+    def has_changed(self) -> bool:
+        """Return whether the model has other modules or parameters than when this was made."""
+        of_model = [*self.model.modules(), *self.model.parameters()]
+        return list(map(id, of_model)) != list(map(id, [*self._modules, *self.parameters]))
+
     def clear_gradients(self) -> None:
         """Forget the gradients."""
         for p in self.parameters:

@@ -25,7 +25,6 @@ class ReplicaEvaluator(Evaluator):
     """Evaluates a model with a replica on each device, each with a share of the batch."""
 
     _step: DPStep
-    _has_computed = False
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
         """Give outputs, targets and loss of each replica, on the first device."""
@@ -57,14 +56,9 @@ class ReplicaEvaluator(Evaluator):
             return part, function(model, part)
 
         busy = [i for i, share in enumerate(shares) if share[0].size]
-        if self._has_computed:
-            return replicas.run(compute, busy)
-
-        replicas.refuse_changes()
-        found = replicas.run(compute, busy)
-        replicas.note_structure()  # the first forward may have registered hooks, in each
-        self._has_computed = True
-        return found
+        if self._step.is_checked:
+            replicas.refuse_changes()
+        return replicas.run(compute, busy)
 
     def gathered(self, part: Part) -> tuple[Any, Loss]:
         """Gather outputs on the first device, and add up the losses of all replicas."""

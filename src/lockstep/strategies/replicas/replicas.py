@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -13,7 +11,7 @@ from torch import nn
 
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
-from lockstep.model.hooks import structure_of
+from lockstep.model.hooks import hooks_of
 from lockstep.strategies.batch_losses.whole_batch import WholeBatch
 from lockstep.strategies.replicas.copied_model import copied_model
 from lockstep.strategies.replicas.replica import Replica
@@ -21,7 +19,7 @@ from lockstep.tensors.placing import moved_in_buckets
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
 from lockstep.threads.replica_collectives import ThreadExchange
-from lockstep.threads.thread_pool import ThreadPool
+from lockstep.threads.thread_pool import run
 
 T = TypeVar("T")
 
@@ -41,7 +39,6 @@ class Replicas:
     Attributes:
         all: the replicas.
         share_storage: whether they share the storage of the parameters.
-        pool: has a thread for each.
     """
 
     def __init__(
@@ -57,13 +54,13 @@ class Replicas:
             copied = copied_model(model, device, shares=shares)
             replica = Replica(copied, device, shares_storage=shares)
             self.all.append(replica)
-        self.pool = ThreadPool(devices)
-        self.pool.on_abort += [one.abort for one in waiting if one is not None]
+        self._devices = devices
+        self._on_abort = [one.abort for one in waiting if one is not None]
         self._home = devices[0].torch
         self._first, *self._others = self.all
-        self._spans = _even_spans(self._first.parameters, len(devices))
-        self._structures: list[object] = []
-        self.note_structure()
+        numbers = range(len(self._first.parameters))
+        by_size = sorted(numbers, key=lambda i: self._first.parameters[i].numel())
+        self._parts = [by_size[i :: len(devices)] for i in range(len(devices))]
         recompute.install()
 
     def run(self, function: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
@@ -86,7 +83,11 @@ class Replicas:
         work: list[Callable[[], T] | None] = [None] * len(self.all)
         for number in numbers:
             work[number] = functools.partial(call, number)
-        return [result for result in self.pool.run(work) if result is not None]
+        return [
+            result
+            for result in run(self._devices, work, on_abort=self._on_abort)
+            if result is not None
+        ]
 
     def draw_from_shared_generator(self) -> None:
         """Give up random streams on CPU devices: compiled code can't draw from them."""
@@ -95,20 +96,17 @@ class Replicas:
 
     # ---- what the copies take from the model -----------------------------------------------------
 
-    def note_structure(self) -> None:
-        """Note the modules, parameters and hooks of the model, as the copies have them.
-
-        A first evaluation may register hooks in each, which are put back where it is only tried.
-        """
-        self._structures.append(structure_of(self._first.model))
-
     def refuse_changes(self) -> None:
-        """Refuse a model that has other modules, parameters or hooks than noted.
+        """Refuse a model that has other modules or parameters than it had, or other hooks than a
+        copy of it.
 
         Raises:
             StrategyError: the model has changed.
         """
-        if structure_of(self._first.model) not in self._structures:
+        first = self._first
+        if first.has_changed() or any(
+            hooks_of(other.model) != hooks_of(first.model) for other in self._others
+        ):
             raise StrategyError(
                 "dp: modules, parameters or hooks of the model have changed since its replicas "
                 "were made: call lockstep.parallelize again, or take ddp"
@@ -133,26 +131,25 @@ class Replicas:
     def add_gradients(self) -> None:
         """Add the gradients of the copies, in order, to those of the model.
 
-        On CPU devices each thread adds those of a span of the parameters.
+        On CPU devices each thread adds those of some of the parameters.
         """
         if not self._others:
             return
-        if not self.share_storage:
-            self._add_span(0, len(self._first.parameters))
-            return
-        self.pool.run([functools.partial(self._add_span, *span) for span in self._spans])
+        if self.share_storage:
+            run(self._devices, [functools.partial(self._add, part) for part in self._parts])
+        else:
+            self._add(range(len(self._first.parameters)))
 
-    def _add_span(self, start: int, end: int) -> None:
-        """Add the gradients of the copies for the parameters from ``start`` to ``end``."""
-        mine = self._first.parameters[start:end]
+    def _add(self, numbers: Sequence[int]) -> None:
+        """Add the gradients of the copies for the parameters with these numbers."""
         for replica in self._others:
-            theirs = replica.parameters[start:end]
             parameters = []
             grads = []
-            for p, q in zip(mine, theirs, strict=True):
-                if q.grad is not None:
-                    parameters.append(p)
-                    grads.append(q.grad)
+            for i in numbers:
+                grad = replica.parameters[i].grad
+                if grad is not None:
+                    parameters.append(self._first.parameters[i])
+                    grads.append(grad)
             if self.share_storage:
                 _add(parameters, grads)
             else:
@@ -187,25 +184,3 @@ def _add(parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
             added.append(grad)
     if sums:
         torch._foreach_add_(sums, added)
-
-
-def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
-    """Cut the list of parameters in spans of about equal numbers of trained elements.
-
-    Args:
-        parameters: in their order.
-        pieces: the number of spans; some may be empty.
-
-    Returns:
-        For each span, the number of the first parameter, and of the one after the last.
-    """
-    done = [0]
-    for p in parameters:
-        size = p.numel() if p.requires_grad else 0
-        done.append(done[-1] + size)
-    cuts = []
-    for i in range(pieces):
-        wanted = done[-1] * i / pieces
-        cuts.append(bisect.bisect_left(done, wanted))
-    cuts.append(len(parameters))
-    return list(itertools.pairwise(cuts))
