@@ -31,22 +31,21 @@ def test_the_sizes_inside_and_outside_are_told(
     assert [row[0] for row in call.rows] == ["outside", *(f"cpu:{i}" for i in range(len(inside)))]
 
 
-def test_they_are_printed_as_a_table() -> None:
+def test_they_are_printed_line_by_line() -> None:
     net = DataParallel(nn.Linear(5, 2), "2xcpu")
     with trace_shapes() as shapes:
         net(torch.randn(30, 5))
         data_parallel(net.module, None, "2xcpu", module_kwargs={"input": torch.randn(3, 5)})
     net(torch.randn(30, 5))
     table = """\
-        call 1   inputs          outputs
-        outside  float32(30, 5)  float32(30, 2)
-        cpu:0    float32(15, 5)  float32(15, 2)
-        cpu:1    float32(15, 5)  float32(15, 2)
-
-        call 2   inputs               outputs
-        outside  input=float32(3, 5)  float32(3, 2)
-        cpu:0    input=float32(2, 5)  float32(2, 2)
-        cpu:1    input=float32(1, 5)  float32(1, 2)"""
+        call 1
+        outside   float32(30, 5) -> float32(30, 2)
+        cpu:0     float32(15, 5) -> float32(15, 2)
+        cpu:1     float32(15, 5) -> float32(15, 2)
+        call 2
+        outside   input=float32(3, 5) -> float32(3, 2)
+        cpu:0     input=float32(2, 5) -> float32(2, 2)
+        cpu:1     input=float32(1, 5) -> float32(1, 2)"""
     assert str(shapes) == textwrap.dedent(table)
 
 

@@ -6,10 +6,10 @@
         net(torch.randn(30, 10))
     print(shapes)
 
-    call 1    inputs           outputs
-    outside   float32(30, 10)  float32(30, 5)
-    cpu:0     float32(15, 10)  float32(15, 5)
-    cpu:1     float32(15, 10)  float32(15, 5)
+    call 1
+    outside   float32(30, 10) -> float32(30, 5)
+    cpu:0     float32(15, 10) -> float32(15, 5)
+    cpu:1     float32(15, 10) -> float32(15, 5)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ForwardShapes:
 
 @dataclass
 class Shapes:
-    """What was seen, printable as a table.
+    """What was seen, printable.
 
     Attributes:
         calls: an entry for each forward of a ``DataParallel`` inside the ``with``, in order.
@@ -50,18 +50,11 @@ class Shapes:
     calls: list[ForwardShapes] = field(default_factory=list)
 
     def __str__(self) -> str:
-        tables = []
+        lines = []
         for number, call in enumerate(self.calls, start=1):
-            rows = [(f"call {number}", "inputs", "outputs"), *call.rows]
-            first = max(len(where) for where, _, _ in rows)
-            second = max(len(inputs) for _, inputs, _ in rows)
-            lines = []
-            for where, inputs, outputs in rows:
-                lines.append(f"{where:<{first}}  {inputs:<{second}}  {outputs}")
-
-            tables.append("\n".join(lines))
-
-        return "\n\n".join(tables)
+            lines.append(f"call {number}")
+            lines += [f"{where:<8}  {inputs} -> {outputs}" for where, inputs, outputs in call.rows]
+        return "\n".join(lines)
 
 
 _traced: contextvars.ContextVar[Shapes | None] = contextvars.ContextVar(
