@@ -324,9 +324,7 @@ def test_a_function_that_freezes_a_layer_on_rank_0_is_found_in_the_next_step(
         lockstep.train(
             job_that(freeze, kind), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True
         )
-    with pytest.raises(
-        RunError, match=r'parameter "0.weight" is frozen on one of rank 0 and rank 1 only'
-    ):
+    with pytest.raises(RunError, match="hogwild: parameters are frozen on some ranks only"):
         lockstep.train(
             job_that(freeze, kind), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True
         )

@@ -40,12 +40,10 @@ from torch import nn
 
 from lockstep.data import Batch
 from lockstep.errors import RunError, StrategyError
-from lockstep.job import Job
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.losses.loss import Loss
-from lockstep.model.modes import has_own_train
 from lockstep.model.optimizers.build import build_optimizer
 from lockstep.model.optimizers.kinds import has_own_state, with_modes
 from lockstep.recipe import Recipe
@@ -122,19 +120,6 @@ class Hogwild(Strategy):
                 "global batch"
             )
             found.append(Caveat("clipping", text))
-        if isinstance(job, Job) and job.lr_scheduler and job.lr_scheduler_every == "step":
-            text = (
-                "a scheduler that reads the loss of a step (ReduceLROnPlateau) gets the loss of "
-                "each rank's local batch"
-            )
-            found.append(Caveat("scheduler", text))
-        own = next((m for m in model.modules() if has_own_train(m)), None)
-        if own is not None:
-            text = (
-                f"{type(own).__name__} has a train() of its own, which each rank calls: it "
-                "mustn't write weights"
-            )
-            found.append(Caveat("state", text, "take ddp"))
         return found
 
 
@@ -159,13 +144,6 @@ def _refuse_settings(job: Recipe, world: World) -> None:
         )
 
 
-_UNSCALED = {
-    torch.optim.Rprop: "only begins at it",
-    torch.optim.Adafactor: "takes 1 / sqrt(step) where that is smaller",
-}
-"""Optimizers whose steps don't follow the learning rate, with the reasons."""
-
-
 def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that ranks can't share the learning rate or the weights of.
 
@@ -173,23 +151,19 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         StrategyError: a smaller learning rate doesn't make its steps smaller, it has ``train()``
             and ``eval()``, or a state of its own.
     """
-    name = type(optimizer).__name__
-    for kind, reason in _UNSCALED.items():
-        if isinstance(optimizer, kind):
-            raise StrategyError(
-                f"hogwild gives each rank its part of the learning rate, and {kind.__name__} "
-                f"{reason}, so that each rank would make a whole step: take another optimizer, or "
-                "ddp"
-            )
-    if with_modes(optimizer):
+    reason = ""
+    if isinstance(optimizer, (torch.optim.Rprop, torch.optim.Adafactor)):
+        reason = "makes steps that don't follow it, so that each rank would make a whole step"
+    elif with_modes(optimizer):
+        reason = "has train() and eval(), by which each rank would write the weights of all"
+    elif has_own_state(optimizer):
+        reason = "has a state_dict() of its own, and may keep other learning rates"
+    elif "lr" not in optimizer.defaults:
+        reason = "has none"
+    if reason:
         raise StrategyError(
-            f"hogwild: {name} has train() and eval(), by which each rank would write the weights "
-            "that all ranks share: use ddp"
-        )
-    if has_own_state(optimizer):
-        raise StrategyError(
-            f"hogwild gives each rank its part of the learning rate, and {name}, which has a "
-            "state_dict() of its own, may keep other learning rates: use ddp"
+            f"hogwild gives each rank its part of the learning rate, and "
+            f"{type(optimizer).__name__} {reason}: take another optimizer, or ddp"
         )
 
 
@@ -238,8 +212,8 @@ class HogwildStep(SingleStep):
 
     def update(self, batch: Batch | None = None) -> Result:
         """Make one update from this rank's share; total and count are those of the share."""
-        if batch is None:
-            return super().update()
+        if batch is None or self._shared is None:
+            return super().update(batch)
         # The other ranks needn't have heard of it yet.
         self.stopping = self.world.asked_to_stop()
         share = sum(part.size for part in batch.parts)
@@ -258,23 +232,14 @@ class HogwildStep(SingleStep):
         Gradients aren't multiplied: Adam would take no notice of that, and weight decay would come
         N times.
         """
-        before = []
-        for group in self.optimizer.param_groups:
-            rate = group.get("lr")
-            if rate is not None:
-                before.append((group, rate))
-            elif part != 1.0:
-                name = type(self.optimizer).__name__
-                raise StrategyError(
-                    f"hogwild gives each rank its part of the learning rate, and {name} has none: "
-                    "take ddp"
-                )
-        for group, rate in before:
+        groups = self.optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        for group, rate in zip(groups, before, strict=True):
             group["lr"] = rate * part
         try:
             yield
         finally:
-            for group, rate in before:
+            for group, rate in zip(groups, before, strict=True):
                 group["lr"] = rate
 
     def over_ranks(self, loss: Loss) -> Loss:
@@ -293,14 +258,11 @@ class HogwildStep(SingleStep):
             return
         self._shared.check()
         first, *others = self.world.gather_objects(self.trained.names)  # which waits for all ranks
-        for rank, names in enumerate(others, start=1):
-            changed = sorted(set(names) ^ set(first))
-            if changed:
-                raise RunError(
-                    f'parameter "{changed[0]}" is frozen on one of rank 0 and rank {rank} only: '
-                    "change the model on every rank alike (on_event runs on rank 0 only, "
-                    "callbacks on all)"
-                )
+        if any(other != first for other in others):
+            raise RunError(
+                "hogwild: parameters are frozen on some ranks only: change the model on every rank "
+                "alike (on_event runs on rank 0 only, callbacks on all)"
+            )
         take_first(self.world, buffers_of(self.model))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:

@@ -51,7 +51,6 @@ class BatchSums:
     Attributes:
         last: the last update that is checked.
         draws: whether the model, or the loss, was found to draw random numbers.
-        draws_elsewhere: whether it draws some from Python's or numpy's generators.
         written: names of parameters that forward writes.
         notes: of the last check, which the end of the update logs: if the update raises, its error
             is all that is logged.
@@ -66,7 +65,6 @@ class BatchSums:
         self._is_owed = False  # a check, since a batch had too few samples
         self.last: float = math.inf
         self.draws = False
-        self.draws_elsewhere = False
         self.written: set[str] = set()
         self.notes: list[Caveat] = []
 
@@ -112,7 +110,6 @@ class BatchSums:
             return
         self._has_checked = True
         self.draws |= verdict.draws
-        self.draws_elsewhere |= verdict.draws_elsewhere
         self.written |= set(verdict.written)
         if verdict.communicates:
             self._every = 0

@@ -88,7 +88,6 @@ class Verdict:
         kept: buffers and numbers that forward or the loss writes, and that end otherwise where the
             batch is cut.
         draws: whether random numbers are drawn, which are others for each part in a training.
-        draws_elsewhere: whether some are Python's or numpy's.
         apart: how far the worst sum is off, relatively.
         precision: the coarsest format that something was computed in.
     """
@@ -102,7 +101,6 @@ class Verdict:
     drifts: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     draws: bool = False
-    draws_elsewhere: bool = False
     apart: float = 0.0
     precision: torch.dtype = torch.float64
 
@@ -256,7 +254,6 @@ class _Comparison:
             unchecked=why,
             communicates=self._draws.communicates,
             draws=self._draws.has_drawn or self._draws_elsewhere,
-            draws_elsewhere=self._draws_elsewhere,
             precision=self._draws.coarsest,
         )
         if not why and not verdict.communicates:
