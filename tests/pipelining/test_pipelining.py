@@ -565,12 +565,12 @@ def test_what_can_not_be_is_refused_before_the_first_step(
 
 def test_settings_of_the_strategy_itself_are_checked() -> None:
     for make, says in (
-        (lambda: PP(chunks=0), "0 stages on each device: give a whole number from 1"),
+        (lambda: PP(chunks=0), "chunks is 0: give a whole number from 1"),
         (
             lambda: PP(chunks=2),
             "1f1b has one stage on each device, not 2: take interleaved or auto",
         ),
-        (lambda: PP(split_size=0), "micro-batches of 0 samples: give a whole number from 1"),
+        (lambda: PP(split_size=0), "split_size is 0: give a whole number from 1"),
         (
             lambda: PP(split_size=5, microbatches=2),
             "microbatches=2 and split_size=5 set the same number: give one of",
@@ -583,11 +583,11 @@ def test_settings_of_the_strategy_itself_are_checked() -> None:
             lambda: PP(split_size=5, microbatches="auto"),
             "microbatches=auto and split_size=5 set the same number",
         ),
-        (lambda: MP(split_size=5), "mp has one micro-batch, not those of 5 samples: take pp"),
-        (lambda: MP(microbatches="auto"), "mp has one micro-batch, not auto: take pp"),
-        (lambda: PP(microbatches=0), "0 micro-batches: give a whole number from 1"),
+        (lambda: MP(split_size=5), "mp has one micro-batch: take pp"),
+        (lambda: MP(microbatches="auto"), "mp has one micro-batch: take pp"),
+        (lambda: PP(microbatches=0), "microbatches is 0: give a whole number from 1"),
         (lambda: PP(schedule="1f1"), 'no schedule "1f1": did you mean "1f1b"'),
-        (lambda: MP(microbatches=2), "mp has one micro-batch, not 2: take pp"),
+        (lambda: MP(microbatches=2), "mp has one micro-batch: take pp"),
     ):
         with pytest.raises(StrategyError, match=says):
             make()

@@ -89,10 +89,12 @@ class PP(Strategy):
     chunks: int | None = None
 
     def __post_init__(self) -> None:
-        if self.microbatches != "auto":
-            self._refuse_no_count(self.microbatches, "{!r} micro-batches")
-        self._refuse_no_count(self.chunks, "{!r} stages on each device")
-        self._refuse_no_count(self.split_size, "micro-batches of {!r} samples")
+        for name in ("microbatches", "chunks", "split_size"):
+            value = getattr(self, name)
+            if value is None or (name, value) == ("microbatches", "auto"):
+                continue
+            if type(value) is not int or value < 1:
+                raise StrategyError(f"{self.name}: {name} is {value!r}: give a whole number from 1")
         if self.split_size is not None and self.microbatches is not None:
             raise StrategyError(
                 f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
@@ -109,20 +111,6 @@ class PP(Strategy):
                 f"{self.name}: {self.schedule} has one stage on each device, not {self.chunks}: "
                 "take interleaved or auto"
             )
-
-    def _refuse_no_count(self, value: Any, what: str) -> None:
-        """Refuse a setting that is neither a whole number from 1, nor None.
-
-        Args:
-            value: of the setting.
-            what: has a place for the value, for the message.
-        """
-        if value is None:
-            return
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or value < 1:
-            described = what.format(value)
-            raise StrategyError(f"{self.name}: {described}: give a whole number from 1")
 
     @property
     def _has_one_stage_each(self) -> bool:
@@ -148,11 +136,7 @@ class PP(Strategy):
         if self.chunks is not None:
             return self.chunks
         if self.device_map and not self._has_one_stage_each:
-            last = 0
-            for stage in self.device_map.values():
-                if isinstance(stage, int):
-                    last = max(last, stage)
-            stages = 1 + last
+            stages = 1 + max(self.device_map.values())
             return max(1, -(-stages // devices))
         if self.schedule == "interleaved" and devices > 1:
             return 2
@@ -193,10 +177,17 @@ class PP(Strategy):
 
         try:
             found, choice = way._measured(job, world)
-        except Exception as error:
+        except TooFewLayers:
             if way._is_open:
                 raise
-            _log_unmeasured(error, world)
+            return way  # layers that this forward didn't come to have parameters, too
+        except Exception as error:
+            if way._is_open or isinstance(error, LockstepError):
+                raise
+            why = (
+                f"observing a forward raised {error_line(error)}: stages are balanced by parameters"
+            )
+            world.emit(Line(why, "plan"))
             return way
 
         _log_stages(found, world)
@@ -248,19 +239,12 @@ class PP(Strategy):
 
     def _as_before(self, before: Mapping[str, Any], devices: int) -> PP:
         """Settle what is open as it was in a run that is resumed."""
-        way = self
-        if way.microbatches == "auto":
-            way = replace(
-                way,
-                microbatches=before.get("microbatches", "auto"),
-                split_size=before.get("split_size"),
-            )
-        if way.schedule == "auto":
-            way = replace(
-                way,
-                schedule=before.get("schedule", "auto"),
-                chunks=before.get("chunks"),
-            )
+        names = []
+        if self.microbatches == "auto":
+            names += ["microbatches", "split_size"]
+        if self.schedule == "auto":
+            names += ["schedule", "chunks"]
+        way = replace(self, **{name: before[name] for name in names if name in before})
         device_map = before.get("device_map")
         if way.device_map is None and device_map is not None:
             there = replace(way, device_map=device_map)
@@ -393,10 +377,7 @@ class MP(PP):
 
     def __post_init__(self) -> None:
         if self.microbatches != 1 or self.split_size is not None:
-            wanted = f"those of {self.split_size!r} samples"
-            if self.split_size is None:
-                wanted = str(self.microbatches)
-            raise StrategyError(f"mp has one micro-batch, not {wanted}: take pp")
+            raise StrategyError("mp has one micro-batch: take pp")
         super().__post_init__()
 
 
@@ -414,17 +395,6 @@ def _order_of(way: PP, devices: int, job: Recipe) -> Callable[[int], Schedule]:
     if job.loss_over == "batch" and job.accumulate == 1:
         return lambda microbatches: forwards_first(order(microbatches))
     return order
-
-
-def _log_unmeasured(error: Exception, world: World) -> None:
-    """Log why stages are made by the parameters of layers; other errors are raised again."""
-    if isinstance(error, TooFewLayers):
-        # Layers that this forward didn't come to have parameters, too.
-        return
-    if isinstance(error, LockstepError):
-        raise error
-    why = f"observing a forward raised {error_line(error)}: stages are balanced by parameters"
-    world.emit(Line(why, "plan"))
 
 
 def _log_stages(found: Partition, world: World) -> None:
