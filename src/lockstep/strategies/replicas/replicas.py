@@ -19,7 +19,7 @@ from lockstep.tensors.placing import moved_in_buckets
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
 from lockstep.threads.replica_collectives import ThreadExchange
-from lockstep.threads.thread_pool import run
+from lockstep.threads.thread_pool import borrowed, hand_back, run
 
 T = TypeVar("T")
 
@@ -55,6 +55,7 @@ class Replicas:
             replica = Replica(copied, device, shares_storage=shares)
             self.all.append(replica)
         self._devices = devices
+        hand_back([borrowed(device) for device in devices])  # threads are there before the first
         self._on_abort = [one.abort for one in waiting if one is not None]
         self._home = devices[0].torch
         self._first, *self._others = self.all
