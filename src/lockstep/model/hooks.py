@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,12 +48,12 @@ def hooks_of_shards(p: torch.Tensor) -> list[int]:
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def hooks_of(model: nn.Module) -> list[Any]:
+def hooks_of(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[Any]:
     """List how many hooks each module has, and whether it has a forward of its own and each
     parameter a hook.
     """
     found: list[Any] = []
-    for module in model.modules():
-        found += [len(getattr(module, kind)) for kind in _OF_MODULES]
+    for module in modules:
+        found += [len(vars(module)[kind]) for kind in _OF_MODULES]
         found.append("forward" in vars(module))
-    return found + list(map(is_hooked, model.parameters()))
+    return found + list(map(is_hooked, parameters))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from lockstep.launch.devices import Device
 from lockstep.model.attributes import follow_settings
 from lockstep.model.build import buffers_of
+from lockstep.model.hooks import hooks_of
 from lockstep.model.modes import NORMS
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.seeding import seed_on
@@ -53,6 +56,10 @@ class Replica:
         """Return whether the model has other modules or parameters than when this was made."""
         of_model = [*self.model.modules(), *self.model.parameters()]
         return list(map(id, of_model)) != list(map(id, [*self._modules, *self.parameters]))
+
+    def hooks(self) -> list[Any]:
+        """List the hooks of the modules and parameters."""
+        return hooks_of(self._modules, self.parameters)
 
     def clear_gradients(self) -> None:
         """Forget the gradients."""

@@ -11,7 +11,6 @@ from torch import nn
 
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
-from lockstep.model.hooks import hooks_of
 from lockstep.strategies.batch_losses.whole_batch import WholeBatch
 from lockstep.strategies.replicas.copied_model import copied_model
 from lockstep.strategies.replicas.replica import Replica
@@ -104,10 +103,8 @@ class Replicas:
         Raises:
             StrategyError: the model has changed.
         """
-        first = self._first
-        if first.has_changed() or any(
-            hooks_of(other.model) != hooks_of(first.model) for other in self._others
-        ):
+        hooks = self._first.hooks()
+        if self._first.has_changed() or any(other.hooks() != hooks for other in self._others):
             raise StrategyError(
                 "dp: modules, parameters or hooks of the model have changed since its replicas "
                 "were made: call lockstep.parallelize again, or take ddp"
