@@ -24,8 +24,7 @@ import torch
 
 from benchmarks.live_memory import LiveBytes, followed_by
 from lockstep.errors import InputError
-from lockstep.launch.devices import Device, Devices
-from lockstep.parallel import target_devices
+from lockstep.launch.devices import Device, Devices, parse
 from lockstep.report.table import Table
 
 _WIDTH = 80
@@ -91,7 +90,7 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
     """
     if repeat < 1:
         raise InputError(f"repeat {repeat}: a step is timed at least once")
-    places = tuple(dict.fromkeys(target_devices.many(devices)))
+    places = tuple(dict.fromkeys(parse(devices)))
     step()
     live = peaks_of(step, places)
     timings = []

@@ -20,8 +20,7 @@ import torch
 
 from benchmarks.device_load import peaks_of
 from lockstep.errors import InputError, OutOfMemory
-from lockstep.launch.devices import Devices
-from lockstep.parallel import target_devices
+from lockstep.launch.devices import Devices, parse
 
 
 def largest_batch(
@@ -62,7 +61,7 @@ def largest_batch(
 
         largest_batch(step, "2xcpu", budget=400_000_000)
     """
-    places = tuple(dict.fromkeys(target_devices.many(devices)))
+    places = tuple(dict.fromkeys(parse(devices)))
     if multiple < 1 or (budget is not None and budget < 1):
         raise InputError(f"multiple {multiple}, budget {budget}: both are at least 1")
     if budget is None and any(place.is_slot for place in places):

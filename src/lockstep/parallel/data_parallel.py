@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import InputError
-from lockstep.launch.devices import Device, Devices
+from lockstep.launch.devices import Device, Devices, parse
 from lockstep.parallel import backward_threads, target_devices, trace_shapes
 from lockstep.parallel.gather import gather
 from lockstep.parallel.parallel_apply import in_streams, parallel_apply
@@ -139,7 +139,7 @@ class DataParallel(nn.Module, Generic[M]):
                 "give one of the two"
             )
         self.module = module
-        self.devices = target_devices.many(device_ids)
+        self.devices = parse(device_ids)
         self.device_ids = [device.index for device in self.devices]
         self.output_device = (
             self.devices[0].torch if output_device is None else target_devices.one(output_device)
@@ -270,7 +270,7 @@ def data_parallel(
         InputError: as ``DataParallel``; also if ``module`` isn't on the only device.
         DeviceError: devices that don't exist.
     """
-    devices = target_devices.many(device_ids)
+    devices = parse(device_ids)
     _refuse_elsewhere(module, (*module.parameters(), *module.buffers()), devices[0].torch)
     if inputs is None:
         given: tuple[Any, ...] = ()

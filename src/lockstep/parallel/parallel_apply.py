@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lockstep.errors import InputError
-from lockstep.launch import devices as _devices
 from lockstep.launch.cores import occupied
-from lockstep.launch.devices import Device, Devices
-from lockstep.parallel import target_devices
+from lockstep.launch.devices import Device, Devices, parse, slots
 from lockstep.tensors import pytree
 from lockstep.threads import random_streams
 from lockstep.threads.thread_pool import run
@@ -116,11 +114,10 @@ def _same_length(count: int, other: int, name: str) -> None:
 
 def _places(devices: Any, inputs: Sequence[Any], named: Sequence[Any]) -> tuple[Device, ...]:
     if devices is not None:
-        return target_devices.many(devices)
+        return parse(devices)
 
-    slots = _devices.slots(len(inputs))
     found = []
-    for given, kwargs, slot in zip(inputs, named, slots, strict=True):
+    for given, kwargs, slot in zip(inputs, named, slots(len(inputs)), strict=True):
         found.append(_device_of((given, kwargs), slot))
     return tuple(found)
 

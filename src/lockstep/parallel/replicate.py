@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import InputError
-from lockstep.launch.devices import Devices
+from lockstep.launch.devices import Devices, parse
 from lockstep.parallel import target_devices
 from lockstep.tensors.pytree import is_lazy
 
@@ -47,7 +47,7 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
-    places = [device.torch for device in target_devices.many(devices)]
+    places = [device.torch for device in parse(devices)]
     followed, own = tensors_of(network)
     return replicas_of(network, places, followed, _spread(followed, places, detach), own)
 

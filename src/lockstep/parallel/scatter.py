@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lockstep.errors import InputError
-from lockstep.launch.devices import Device, Devices
+from lockstep.launch.devices import Device, Devices, parse
 from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
 
@@ -63,7 +63,7 @@ def scatter(
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
-    places = target_devices.many(target_gpus)
+    places = parse(target_gpus)
     shares = _shares(inputs, places, dim, sizes)
     if isinstance(inputs, Tensor):
         return tuple(shares)
@@ -87,7 +87,7 @@ def scatter_kwargs(
     given = dict(kwargs or {})
     if not inputs and not given:
         return (), ()
-    places = target_devices.many(target_gpus)
+    places = parse(target_gpus)
     both = _shares((tuple(inputs), given), places, dim, sizes)
     args, named = zip(*both, strict=True)
     return args, named

@@ -1,26 +1,10 @@
-"""Where things go: the devices that a person names for the primitives, read once.
-
-``torch.nn.parallel`` takes the numbers of GPUs; here anything that
-``lockstep.launch.devices.parse`` understands will do.
-"""
+"""Where the primitives put things: the place that a person names, and moves to it."""
 
 from __future__ import annotations
 
 import torch
 
-from lockstep.launch import devices as _devices
-from lockstep.launch.devices import Device, Devices
-
-
-def many(wanted: Devices) -> tuple[Device, ...]:
-    """Read the devices that were named, in order."""
-    if isinstance(wanted, torch.device):
-        return _devices.parse(_indexed(wanted))
-    if not isinstance(wanted, (list, tuple)):
-        return _devices.parse(wanted)
-    if wanted and all(isinstance(item, Device) for item in wanted):
-        return tuple(wanted)
-    return _devices.parse([_indexed(item) for item in wanted])
+from lockstep.launch.devices import Device, parse
 
 
 def one(wanted: Device | torch.device | str | int) -> torch.device:
@@ -31,15 +15,7 @@ def one(wanted: Device | torch.device | str | int) -> torch.device:
         return wanted.torch
     if wanted == -1 or str(wanted).startswith("cpu"):
         return torch.device("cpu")
-    return many([wanted])[0].torch
-
-
-def _indexed(item: Device | torch.device | str | int) -> Device | torch.device | str | int:
-    """``torch.device("cuda")`` means the current device of its type, not all of them."""
-    if not isinstance(item, torch.device) or item.type == "cpu" or item.index is not None:
-        return item
-    current = torch.accelerator.current_device_index()
-    return torch.device(item.type, current)
+    return parse([wanted])[0].torch
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import InputError, LossError
-from lockstep.launch.devices import Devices
+from lockstep.launch.devices import Devices, parse
 from lockstep.model.losses.torch_losses import Count
 from lockstep.model.modes import normalizes_by_batch
 from lockstep.parallel import target_devices
@@ -126,7 +126,7 @@ class ParallelLoss:
 
         self.generator = generator
         self.criterion = criterion
-        self.devices = target_devices.many(devices)
+        self.devices = parse(devices)
         self.chunk_size = chunk_size
         self._criterion = Criterion(criterion)
         recompute.install()
