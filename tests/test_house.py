@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 234_614
+TOTAL = 232_488
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -209,17 +209,17 @@ TOKENS = {
     "data": 12_728,
     "export": 3_846,
     "launch": 19_452,
-    "map": 5_068,
-    "model": 17_107,
-    "parallel": 11_396,
-    "pipelining": 17_472,
+    "map": 5_083,
+    "model": 17_085,
+    "parallel": 10_716,
+    "pipelining": 17_372,
     "prediction": 3_960,
     "profiling": 3_147,
     "report": 1_850,
     "run": 4_036,
-    "strategies": 50_760,
+    "strategies": 50_369,
     "tensors": 8_841,
-    "threads": 6_378,
+    "threads": 5_430,
     "top": 7_820,
     "training": 25_651,
     "verify": 11_944,
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_414
+    assert bars.lines_of_the_reading_path() <= 2_398
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -163,11 +163,8 @@ class PP(Strategy):
         if before:
             way = self._as_before(before, len(world.devices))
         if not way._is_open:
-            if way.device_map is not None:
-                return way
-            if len(world.devices) == 1:
-                return replace(way, device_map={"": 0})
-            if is_stream(job.train_data):
+            is_settled = way.device_map is not None or len(world.devices) == 1
+            if is_settled or is_stream(job.train_data):
                 return way
         elif is_stream(job.train_data):
             raise StrategyError(
