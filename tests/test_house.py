@@ -199,13 +199,13 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 232_488
+TOTAL = 232_308
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
     "cli": 5_981,
-    "compare": 11_388,
+    "compare": 11_329,
     "data": 12_728,
     "export": 3_846,
     "launch": 19_452,
@@ -214,7 +214,7 @@ TOKENS = {
     "parallel": 10_716,
     "pipelining": 17_372,
     "prediction": 3_960,
-    "profiling": 3_147,
+    "profiling": 3_096,
     "report": 1_850,
     "run": 4_036,
     "strategies": 50_369,
@@ -222,7 +222,7 @@ TOKENS = {
     "threads": 5_430,
     "top": 7_820,
     "training": 25_651,
-    "verify": 11_944,
+    "verify": 11_874,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

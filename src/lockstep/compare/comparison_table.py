@@ -125,23 +125,14 @@ def reached(found: Comparison) -> Table:
     columns = {"epochs": None}
     for row in found.measured:
         if row.history:
-            words = {"epochs": str(row.history[-1]["epoch"])}
-            for name, value in _last(row).items():
-                words[name] = f"{value:.4g}"
+            last = row.history[-1]
+            words = {"epochs": str(last["epoch"])}
+            for name, value in last.items():
+                if name not in _NOT_REACHED and value is not None:
+                    words[name] = f"{value:.4g}"
             cells[row.name] = words
             columns |= dict.fromkeys(words)
     return table(cells, columns, "Reached")
-
-
-def _last(row: Row) -> dict[str, float]:
-    """Return the losses and the metrics of the last epoch."""
-    found: dict[str, float] = {}
-    if not row.history:
-        return found
-    for name, value in row.history[-1].items():
-        if name not in _NOT_REACHED and value is not None:
-            found[name] = value
-    return found
 
 
 def lines_of(found: Comparison, width: int = 80) -> list[str]:

@@ -70,7 +70,7 @@ class Clock(Observer):
         self._on_accelerator = not world.device.is_slot
         self._here = threading.local()
         self._began: float | None = None
-        self._stays: dict[int, tuple[float, float]] = {}  # when each replica began, and was done
+        self._took: dict[int, float] = {}  # the seconds of each replica
         self._named: Any = None
 
     @property
@@ -116,7 +116,7 @@ class Clock(Observer):
         """Open a step, for the loop and for each thread that has a track."""
         self._began = now()
         self._here.place = _Place(StepTimes())
-        self._stays = {}
+        self._took = {}
         for track in self._threads:
             track.steps.append(StepTimes())
 
@@ -137,15 +137,10 @@ class Clock(Observer):
 
     def _wait_for_slowest(self) -> None:
         """Note how long each replica waits for the slowest one; one without a share only waits."""
-        begins = [begun for begun, _ in self._stays.values()]
-        ends = [done for _, done in self._stays.values()]
-        first = min(begins, default=0.0)
-        slowest = max(ends, default=0.0)
+        slowest = max(self._took.values(), default=0.0)
         for number, track in enumerate(self._threads):
-            done = first
-            if number in self._stays:
-                _, done = self._stays[number]
-            track.steps[-1].add("waiting", "slowest replica", slowest - done)
+            waited = slowest - self._took.get(number, 0.0)
+            track.steps[-1].add("waiting", "slowest replica", waited)
 
     def forget_step(self) -> None:
         """Drop the step that is open, where one is: it didn't come to its end."""
@@ -233,7 +228,7 @@ class Clock(Observer):
                 yield
                 self.wait()
         finally:
-            self._stays[number] = began, now()
+            self._took[number] = now() - began
             del self._here.place
 
     @contextlib.contextmanager

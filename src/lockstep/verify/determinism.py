@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -55,11 +55,14 @@ def _still(
         return function(*args, **kwargs)
 
 
-def still(things: frozenset[Thing]) -> AbstractContextManager[None]:
+@contextmanager
+def still(things: frozenset[Thing]) -> Iterator[None]:
     """Draw nothing in this thread meanwhile, or no masks of dropout, where that is taken out."""
     if not things - {"norms"}:
-        return nullcontext()
-    return drawing_nothing(only_masks="draws" not in things)
+        yield
+        return
+    with _NoDropoutInAttention(), _Still(_DRAWS if "draws" in things else _MASKS):
+        yield
 
 
 def hold_norms(model: nn.Module) -> None:
@@ -71,13 +74,6 @@ def hold_norms(model: nn.Module) -> None:
 
 _MOST = 1000
 """Draws that are replaced, at most: a function may draw until it likes what it got."""
-
-
-@contextmanager
-def drawing_nothing(*, only_masks: bool = False) -> Iterator[None]:
-    """Draw nothing in this thread meanwhile; with ``only_masks``, no masks of dropout."""
-    with _NoDropoutInAttention(), _Still(_MASKS if only_masks else _DRAWS):
-        yield
 
 
 class _NoDropoutInAttention(TorchFunctionMode):

@@ -9,7 +9,6 @@ sample, or other padding).
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,11 +19,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lockstep.tensors.pytree import tensors
 
-Place = tuple[str, str, int, int]
-"""A module's name, its class, which call of it this is, and which of its outputs."""
+Place = tuple[str, str, int]
+"""A module's name, its class, and which of its outputs."""
 
 Sums = dict[Place, Tensor]
-"""For each output of each call of a module, in order: how many values, and their sums."""
+"""For each output of a module, in order: how many values all its calls gave, and their sums."""
 
 
 class Watch:
@@ -47,7 +46,6 @@ class Watch:
             """Begin anew where a replica's forward begins."""
             if module in models:
                 self._mine.sums = {}
-                self._mine.calls = Counter()
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
             """Note what a module of a replica gave."""
@@ -68,14 +66,11 @@ class Watch:
         sums: Sums | None = getattr(self._mine, "sums", None)
         if sums is None:
             return
-        self._mine.calls[name] += 1
-        call = self._mine.calls[name]
-
         for i, tensor in enumerate(tensors(outputs)):
             if tensor.layout != torch.strided or not tensor.numel():
                 continue
             if tensor.is_floating_point():
-                sums[name, kind, call, i] = _sums_of(tensor.detach())
+                _add(sums, {(name, kind, i): _sums_of(tensor.detach())})
 
     def forwarded(self) -> None:
         """Add what a part of the batch gave, in this thread."""

@@ -116,19 +116,16 @@ class Side(Observer):
 
         self.step.seed(self.job.seed)
         self._generators = states(self._accelerators)
-        with self._watched():
+        looking: AbstractContextManager[None] = nullcontext()
+        if self._number == self._experiment.watched:
+            looking = self.watch.looking(self.step.models())
+        with looking:
             result = self.step.update(batch)
         self._see_draws()
 
         total, count = map(float, self.step.over_ranks(result.sums))
         self.result = Result(total, count, result.size)
         self._move_scheduler(is_last)
-
-    def _watched(self) -> AbstractContextManager[None]:
-        """Look at every layer, in the update that is to be watched."""
-        if self._number == self._experiment.watched:
-            return self.watch.looking(self.step.models())
-        return nullcontext()
 
     def _move_scheduler(self, is_last: bool) -> None:
         """Move the scheduler on, as the training loop does."""
