@@ -19,10 +19,10 @@ class Tracker(Callback):
     module = ""
     """The package of the service."""
 
-    log = "log"
+    _log = "log"
     """Its function that takes numbers by name, and the step."""
 
-    end = "finish"
+    _end = "finish"
     """Its function that ends a run."""
 
     def __init__(self, **settings: Any) -> None:
@@ -69,7 +69,7 @@ class Tracker(Callback):
                 new[name] = value
                 self._sent[name] = step, value
         if new:
-            getattr(self._service, self.log)(new, step=step)
+            getattr(self._service, self._log)(new, step=step)
 
     def on_evaluated(self, training: TrainingContext) -> None:
         """Send what is new."""
@@ -78,7 +78,7 @@ class Tracker(Callback):
     def on_finish(self, training: TrainingContext) -> None:
         """End the run."""
         if self._service is not None:
-            getattr(self._service, self.end)()
+            getattr(self._service, self._end)()
 
 
 class WandB(Tracker):
@@ -107,8 +107,8 @@ class MLflow(Tracker):
     """
 
     module = "mlflow"
-    log = "log_metrics"
-    end = "end_run"
+    _log = "log_metrics"
+    _end = "end_run"
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
