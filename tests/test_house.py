@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 232_308
+TOTAL = 232_215
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -209,7 +209,7 @@ TOKENS = {
     "data": 12_728,
     "export": 3_846,
     "launch": 19_452,
-    "map": 5_083,
+    "map": 4_990,
     "model": 17_085,
     "parallel": 10_716,
     "pipelining": 17_372,

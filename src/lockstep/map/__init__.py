@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError
+from lockstep.settings import checked
 
 if TYPE_CHECKING:
     from lockstep.launch.devices import Device, Devices
@@ -82,14 +83,12 @@ def map(
     from torch import nn
 
     if not callable(fn):
-        raise InputError(f"map: a function or a module is expected first, not {_a(fn)}")
-    is_number = isinstance(batch_size, int) and not isinstance(batch_size, bool)
-    if batch_size is not None and not (is_number and batch_size >= 1):
-        raise InputError(f"batch_size: {batch_size!r}, a whole number of at least 1 is expected")
+        raise InputError(f"map: a function or a module is expected first, not {type(fn).__name__}")
+    batch_size = checked("batch_size", batch_size, int | None)
     try:
         drawn = iter(items)
-    except TypeError:
-        raise InputError(f"items: {_a(items)} can't be iterated") from None
+    except TypeError as error:
+        raise InputError(f"items: {error}") from None
     places = _places(devices, isinstance(fn, nn.Module))
 
     if isinstance(fn, nn.Module):
@@ -103,26 +102,16 @@ def map(
             raise InputError(
                 "collate: it is for a module; a function with a batch_size gets a list of items"
             )
-        results = _of_function(fn, drawn, places, batch_size, seed)
+        from lockstep.map import process_map
+        from lockstep.map.map_worker import Call
+
+        call = Call(fn, batch_size, seed)
+        if len(places) == 1:
+            results = process_map.in_this_one(call, drawn, places[0])
+        else:
+            results = process_map.ProcessMap(call, drawn, places).results()
 
     return results if reduce is None else _reduced(results, reduce)
-
-
-def _of_function(
-    fn: Callable[..., Any],
-    items: Iterator[Any],
-    places: tuple[Device, ...],
-    batch_size: int | None,
-    seed: int | None,
-) -> Iterator[Any]:
-    """Return the results of a function, in this process or by workers."""
-    from lockstep.map import process_map
-    from lockstep.map.map_worker import Call
-
-    call = Call(fn, batch_size, seed)
-    if len(places) == 1:
-        return process_map.in_this_one(call, items, places[0])
-    return process_map.ProcessMap(call, items, places).results()
 
 
 def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
@@ -175,9 +164,3 @@ def _reduced(results: Iterator[Any], reduce: Any) -> Any:
             "reduce: there are no items; give a value to start with: reduce=(function, value)"
         )
     return functools.reduce(function, results, start[0])
-
-
-def _a(value: object) -> str:
-    """Name the type of a value: ``a list``, ``an int``."""
-    name = type(value).__qualname__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
