@@ -294,7 +294,7 @@ def test_the_lock_of_a_process_that_is_ending_is_waited_for(tmp_path: Path) -> N
     first.__enter__()
     ending = threading.Timer(0.2, first.__exit__, (None, None, None))
     ending.start()
-    with RunFolder(tmp_path).held(waits=True):
+    with RunFolder(tmp_path).held():
         assert not ending.is_alive()
     ending.join()
     assert not list(tmp_path.glob(".lock"))

@@ -76,7 +76,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the training is, for a live display; ``loss`` is the mean of the epoch so far."""
+    """Where rank 0 is, for a live display; ``loss`` is the mean of the epoch so far."""
 
     epoch: int
     epochs: int | None
@@ -86,14 +86,3 @@ class Progress:
     samples_per_second: float
     seconds_left: float | None = None
     memory: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a process other than rank 0's takes, for a live display.
-
-    Attributes:
-        sizes: bytes by device.
-    """
-
-    sizes: tuple[tuple[str, int], ...]

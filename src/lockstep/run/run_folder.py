@@ -39,6 +39,10 @@ _CHECKPOINT = re.compile(r"step-\d+|\.step-\d+\.before")
 """The second is of a death between two renames."""
 
 
+_ENDING = 5.0
+"""Seconds in which a process that was killed has ended all that it had started."""
+
+
 def json_text(values: Any) -> str:
     """Return a JSON text for people too; null stands for a number that JSON lacks (NaN)."""
     text = json.dumps(values, default=str)
@@ -86,11 +90,8 @@ class RunFolder:
             return None
 
     @contextlib.contextmanager
-    def held(self, *, waits: bool = False) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Keep other processes from training in this folder meanwhile.
-
-        Args:
-            waits: wait some seconds for a process that is about to end.
 
         Raises:
             FolderError: another one does.
@@ -101,28 +102,25 @@ class RunFolder:
             # written.
             with contextlib.suppress(OSError):
                 file = stack.enter_context(open(path, "a+", opener=not_followed))
-                self._lock(file, waits=waits)
+                self._lock(file)
                 stack.callback(_remove, path)
                 file.truncate(0)
                 os.write(file.fileno(), f"{os.getpid()} on {socket.gethostname()}".encode())
             yield
 
-    def _lock(self, file: IO[str], *, waits: bool) -> None:
+    def _lock(self, file: IO[str]) -> None:
         """Lock an open file; the system frees it however this process ends.
 
         The process that holds it may have been killed: what it had started ends a little later.
         """
-        end = time.monotonic() + 10.0
-        while True:
-            try:
+        end = time.monotonic() + _ENDING
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read()
-            if time.monotonic() > end or not (waits or _is_gone(holder)):
-                who = f"process {holder} is training in this folder"
-                raise FolderError(f"{self.path}: {who}: wait for it, or stop it")
             time.sleep(0.05)
+        file.seek(0)
+        who = f"process {file.read()} is training in this folder"
+        raise FolderError(f"{self.path}: {who}: wait for it, or stop it")
 
     @classmethod
     def new(cls, parent: str | Path, name: str) -> RunFolder:
@@ -291,17 +289,3 @@ def _remove(path: Path) -> None:
     """Remove a file; one on a disk that has become read-only stays."""
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _is_gone(holder: str) -> bool:
-    """Return whether the process that wrote this in a lock is no more, on this machine."""
-    pid, _, host = holder.partition(" on ")
-    if host != socket.gethostname() or not pid.isdecimal():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # another person's
-        return False
-    return False

@@ -50,41 +50,24 @@ def reaching(ranks: memoryview) -> Iterator[None]:
             request.ranks = None
 
 
-class _Raised(BaseException):
-    """Brings an error out of what the main thread does, through code that catches exceptions."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
 def fail(error: Exception) -> None:
     """Raise an error in the training of this process, from another thread, where it runs in the
     main one.
     """
-    if _current is not None and _current.hears:
+    if _current is not None and _current.before:
         _current.error = error
-        signal.pthread_kill(
-            cast("int", threading.main_thread().ident), signal.SIGUSR1
-        )  # ends a wait, too
+        main = cast("int", threading.main_thread().ident)
+        signal.pthread_kill(main, signal.SIGUSR1)  # ends a wait, too
 
 
-@contextlib.contextmanager
-def left_to_the_launcher() -> Iterator[None]:
+def leave_to_the_launcher() -> None:
     """In a rank of ours, hear nothing of a signal that came to all processes: the launching one
     tells the ranks.
 
     (Not by ignoring it, which programs that are started here would inherit.)
     """
-    before = {
-        number: signal.signal(number, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGUSR1)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
 
 
 class StopRequest:
@@ -98,17 +81,18 @@ class StopRequest:
     Attributes:
         number: of the signal that came, or None.
         error: what is to be raised in the main thread.
+        before: the handlers of before, while it listens; none in a thread of a person's own.
         ranks: the board on which ranks of ours look (see `lockstep.launch.processes.call`); None where there are
             none.
     """
 
     def __init__(self, began: Callable[[], bool], grace: float = GRACE) -> None:
         self.number: int | None = None
-        self.ranks: memoryview | None = None
-        self._began, self._grace, self._process = began, grace, os.getpid()
-        self._before: dict[int, Any] = {}
-        self._timer: threading.Timer | None = None
         self.error: Exception | None = None
+        self.ranks: memoryview | None = None
+        self.before: dict[int, Any] = {}
+        self._began, self._grace, self._process = began, grace, os.getpid()
+        self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Self:
         global _current
@@ -117,23 +101,18 @@ class StopRequest:
             for number in _CODES:
                 before = signal.getsignal(number)
                 if before is not None and before != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._hear)
+                    self.before[number] = signal.signal(number, self._hear)
         return self
-
-    @property
-    def hears(self) -> bool:
-        """Whether its handlers are there: not in a thread of a person's own."""
-        return bool(self._before)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         global _current
         _current = self._outer
         if self._timer is not None:
             self._timer.cancel()
-        for number, before in self._before.items():
+        for number, before in self.before.items():
             signal.signal(number, before)
-        if isinstance(error, _Raised):
-            raise error.error from None
+        if self.error is not None and isinstance(error, KeyboardInterrupt):
+            raise self.error from None
 
     def raise_if_asked(self) -> None:
         """Raise what the signal would have raised by itself.
@@ -153,11 +132,13 @@ class StopRequest:
         ):  # a loader worker, which is ended before it has handlers of its own
             os._exit(128 + number)
         if self.error is not None:
-            error, self.error = self.error, None
-            raise _Raised(error)
+            raise KeyboardInterrupt  # no code that catches exceptions holds it
         began = self._began() if self.ranks is None else max(self.ranks[:-1]) > 1
         if self.number is not None or not began:
-            self._as_before(number, frame)
+            before = self.before[number]
+            if not callable(before):
+                sys.exit(_CODES[signal.Signals(number)])
+            before(number, frame)
             return
         self.number = number
         if self.ranks is not None:
@@ -168,12 +149,3 @@ class StopRequest:
         # Not by print: the signal may have come in the middle of another print.
         with contextlib.suppress(OSError):
             os.write(2, b"\nlockstep: stopping at the end of this step; once more stops at once\n")
-
-    def _as_before(self, number: int, frame: FrameType | None) -> None:
-        before = self._before[number]
-        if callable(before):
-            before(number, frame)
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-        else:
-            sys.exit(_CODES[signal.Signals(number)])

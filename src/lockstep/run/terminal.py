@@ -9,10 +9,10 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from lockstep.run.events import Event, Line, Memory, Progress
+from lockstep.run.events import Event, Line, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +27,7 @@ class Display:
     """Prints what happens in a training.
 
     On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory
-    per device; in a notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe, CI) only
+    of rank 0's devices; in a notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe, CI) only
     whole lines are printed, and within an epoch a line of where the training is when ten seconds
     have passed without any line.
 
@@ -42,7 +42,6 @@ class Display:
         self._printed = time.monotonic()  # when the last line was
         self._live: Live | None = None
         self._console: Console | None = None
-        self._memory: dict[str, int] = {}
         self._notes: set[Line] = set()
 
     def __enter__(self) -> Self:
@@ -77,8 +76,6 @@ class Display:
             self._show_line(event)
         elif self._quiet:
             return
-        elif isinstance(event, Memory):
-            self._memory |= event.sizes
         elif isinstance(event, Progress):
             self._show_progress(event)
         elif isinstance(event, Event) and event.kind == "evaluated":
@@ -97,15 +94,14 @@ class Display:
 
     def _show_progress(self, event: Progress) -> None:
         """Update the live line; without one, print a line now and then."""
-        self._memory |= event.memory
         if self._live is not None:
             from rich.text import Text
 
             # One row, however narrow: what doesn't fit is left out at its end.
-            status = _status(event, self._memory)
+            status = _status(event, event.memory)
             self._live.update(Text(status, no_wrap=True, overflow="ellipsis"))
         elif time.monotonic() - self._printed >= _APART:
-            self.line(_status(event, {}))
+            self.line(_status(event, ()))
 
     def line(self, text: str, *, note: bool = False) -> None:
         """Print a line above the live one."""
@@ -215,7 +211,7 @@ def number(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3e}"
 
 
-def _status(event: Progress, memory: Mapping[str, int]) -> str:
+def _status(event: Progress, memory: Iterable[tuple[str, int]]) -> str:
     epochs = f"/{event.epochs}" if event.epochs else ""
     steps = f"/{event.steps:,}" if event.steps else ""
     words = [
@@ -226,7 +222,7 @@ def _status(event: Progress, memory: Mapping[str, int]) -> str:
     ]
     if event.seconds_left is not None:
         words.append(f"{duration(event.seconds_left)} left")
-    words += [f"{device} {memory[device] / 2**30:.2f} GiB" for device in sorted(memory)]
+    words += [f"{device} {size / 2**30:.2f} GiB" for device, size in memory]
     return "  ".join(words)
 
 

@@ -32,7 +32,7 @@ from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.run.events import Line
 from lockstep.run.run_folder import RunFolder
-from lockstep.run.stop_request import left_to_the_launcher
+from lockstep.run.stop_request import leave_to_the_launcher
 from lockstep.strategies.steps.update_result import Sums
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.training.callbacks.dispatch import Callbacks
@@ -66,7 +66,7 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
             stack.enter_context(folder.held())
         stack.enter_context(Watch(world, plan.timeout, Path(path)))
         if world.is_local_rank:
-            stack.enter_context(left_to_the_launcher())
+            leave_to_the_launcher()
         if job.keep_memory:
             stack.enter_context(freed_memory_kept())
 

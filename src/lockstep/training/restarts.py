@@ -87,7 +87,7 @@ def with_restarts(
             if run.written_at(run.summary) not in (None, before):
                 # All that the run leaves is written: what was lost had nothing more to do.
                 display.line(f"note: {error}, after the end", note=True)
-                with run.held(waits=True):  # removes the lock that a killed rank has left
+                with run.held():  # removes the lock that a killed rank has left
                     return run.read_json(run.summary), str(run.path)
             if number >= restarts or asked():
                 raise

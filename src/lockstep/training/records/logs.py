@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from lockstep.data import Batch
 from lockstep.launch.memory import memory_now
 from lockstep.model.losses.loss import Loss
-from lockstep.run.events import Line, Memory, Progress
+from lockstep.run.events import Line, Progress
 from lockstep.run.terminal import duration, named_number
 from lockstep.strategies.steps.update_result import Sums, added
 from lockstep.training.progress import TrainingProgress
@@ -65,9 +65,7 @@ class Logs:
 
         self._last_shown = now
         world = self._world
-        memory = memory_now(world)
         if not world.is_first:
-            world.emit(Memory(memory))
             return
 
         world.emit(
@@ -79,7 +77,7 @@ class Logs:
                 loss=sums.read().means("")["loss"],
                 samples_per_second=self._samples / (now - self._last_log),
                 seconds_left=self._seconds_left(now),
-                memory=memory,
+                memory=memory_now(world),
             )
         )
 
