@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 232_215
+TOTAL = 230_609
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -208,20 +208,20 @@ TOKENS = {
     "compare": 11_329,
     "data": 12_728,
     "export": 3_846,
-    "launch": 19_452,
-    "map": 4_990,
+    "launch": 18_175,
+    "map": 4_960,
     "model": 17_085,
     "parallel": 10_716,
     "pipelining": 17_372,
     "prediction": 3_960,
     "profiling": 3_096,
     "report": 1_850,
-    "run": 4_036,
+    "run": 3_759,
     "strategies": 50_369,
     "tensors": 8_841,
     "threads": 5_430,
     "top": 7_820,
-    "training": 25_651,
+    "training": 25_629,
     "verify": 11_874,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_398
+    assert bars.lines_of_the_reading_path() <= 2_399
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

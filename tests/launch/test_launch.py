@@ -28,7 +28,7 @@ from lockstep.launch import launch
 from lockstep.launch import world as worlds
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.processes import failure_records, fork_server, supervisor
-from lockstep.launch.processes.failure_records import Death, Record
+from lockstep.launch.processes.failure_records import Failure
 from lockstep.launch.processes.pickling import loads, pickled
 from lockstep.launch.processes.supervisor import Lines
 from zoo import ZOO
@@ -174,14 +174,11 @@ def unguarded(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedP
         print("the script")
         class Local:
             value = 3
-            @functools.cached_property
-            def kept(self):
-                return self.value
         @functools.lru_cache(maxsize=4)
         def cached(value):
             return value
         def fn(world):
-            return cached(Local().kept) * world.rank
+            return cached(Local().value) * world.rank
         print(launch(fn, "2xcpu"))
         def breaks_here(world):
             if world.rank == 1:
@@ -592,7 +589,7 @@ def test_an_exception_that_cannot_be_pickled_is_still_told() -> None:
         (lambda: os.abort(), "was killed by SIGABRT at step 7"),
         (lambda: os._exit(3), "exited with code 3 at step 7, before its function returned"),
         (lambda: os._exit(0), "exited with code 0 at step 7, before its function returned"),
-        (lambda: sys.exit(5), "left by sys.exit(5) at step 7, before its function returned"),
+        (lambda: sys.exit(5), "failed at step 7: SystemExit: 5"),
     ],
     ids=["SIGKILL", "SIGSEGV", "SIGABRT", "_exit 3", "_exit 0", "sys.exit"],
 )
@@ -621,7 +618,7 @@ def test_the_last_words_of_a_rank_that_dies_at_once_are_shown(monkeypatch) -> No
     def start_slowly(number: int, files: list[int]) -> Any:
         life = start_rank(number, files)
         limit = time.monotonic() + 20
-        while number and not os.fstat(files[2]).st_size and time.monotonic() < limit:
+        while number and not os.fstat(files[0]).st_size and time.monotonic() < limit:
             time.sleep(0.01)
         return life
 
@@ -715,8 +712,12 @@ def test_the_death_of_the_forking_process_is_told_and_the_next_launch_starts_ano
     assert launch(lambda world: world.rank, "2xcpu") == [0, 1]
 
 
-def record(rank: int, time: float, peer: bool = False) -> Record:
-    return Record(rank, time, 1, "ValueError: bad", "", peer, None)
+def record(rank: int, time: float, peer: bool = False) -> Failure:
+    return Failure(rank, time, 1, "failed", ": ValueError: bad", order=3 if peer else 1)
+
+
+def death(rank: int, time: float, code: int) -> Failure:
+    return Failure.of_end(code, time, rank, 1, "")
 
 
 @pytest.mark.parametrize(
@@ -725,14 +726,14 @@ def record(rank: int, time: float, peer: bool = False) -> Record:
         ([record(0, 2.0), record(1, 1.0)], 1),
         ([record(0, 1.0, peer=True), record(1, 2.0)], 1),
         ([record(0, 1.0, peer=True), record(1, 2.0, peer=True)], 0),
-        ([record(0, 1.0, peer=True), Death(1, 2.0, 1, -signal.SIGKILL)], 1),
-        ([record(0, 1.0), Death(1, 2.0, 1, -signal.SIGSEGV)], 0),
-        ([Death(0, 1.0, 1, -signal.SIGABRT), record(1, 2.0)], 1),
-        ([record(0, 1.0, peer=True), Death(1, 2.0, 1, -signal.SIGABRT)], 1),
-        ([record(0, 1.0, peer=True), Death(1, 2.0, 1, 3)], 1),
+        ([record(0, 1.0, peer=True), death(1, 2.0, -signal.SIGKILL)], 1),
+        ([record(0, 1.0), death(1, 2.0, -signal.SIGSEGV)], 0),
+        ([death(0, 1.0, -signal.SIGABRT), record(1, 2.0)], 1),
+        ([record(0, 1.0, peer=True), death(1, 2.0, -signal.SIGABRT)], 1),
+        ([record(0, 1.0, peer=True), death(1, 2.0, 3)], 1),
     ],
 )
-def test_who_failed_first(failures: list[Record | Death], rank: int) -> None:
+def test_who_failed_first(failures: list[Failure], rank: int) -> None:
     assert failure_records.guilty(failures).rank == rank
     assert failure_records.guilty(reversed(failures)).rank == rank
 
@@ -993,7 +994,7 @@ def test_functions_that_share_a_variable_share_it_in_the_ranks() -> None:
     """Found by trial: each had its own there, and what a callback rebound the loss never saw."""
     get, set_it, (factorial, unassigned) = loads(
         pickled({"a function": shared_variable, "variables": shared_variable()})
-    )[1][0]
+    )[1]
     set_it(7)
     assert get() == 7 and factorial(5) == 120
     with pytest.raises(NameError):

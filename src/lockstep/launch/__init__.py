@@ -175,14 +175,14 @@ def started_as_rank() -> bool:
     if _has_group() or all(name in os.environ for name in _TORCHRUN):
         return True
     missing = [name for name in _TORCHRUN if name not in os.environ]
-    if len({"RANK", "WORLD_SIZE"} & set(missing)) == 0 and int(os.environ["WORLD_SIZE"]) > 1:
+    if not {"RANK", "WORLD_SIZE"} & set(missing) and int(os.environ["WORLD_SIZE"]) > 1:
         raise DeviceError(
             f"this process is one of {os.environ['WORLD_SIZE']} (RANK, WORLD_SIZE), and "
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so each "
             "process would train alone: start all with torchrun, or set what is missing; to "
             "train in this process alone, unset RANK"
         )
-    refused: list[tuple[int, str]] = []
+    refused = ""
     for starter, (rank, local_rank, *sizes) in _OTHER_STARTERS.items():
         size = next((name for name in sizes if name in os.environ), None)
         if rank not in os.environ or size is None or int(os.environ[size]) == 1:
@@ -196,16 +196,15 @@ def started_as_rank() -> bool:
                 {name: os.environ[its] for name, its in names.items()} | _on_nodes(starter)
             )
             return True
-        text = (
+        refused = (
             f"{starter} has started this process as one of {os.environ[size]} ({rank}, {size}), "
             "and each would "
             f"train alone: set {' and '.join(missing)} (docs/clusters.md), or let each node start "
             "torchrun; "
             f"to train in this process alone, unset {rank}"
         )
-        refused.append((len(missing), text))
     if refused:
-        raise DeviceError(min(refused, key=lambda one: one[0])[1])
+        raise DeviceError(refused)
     return False
 
 

@@ -243,44 +243,38 @@ class Watch:
 
     def _ask(self, after: float) -> None:
         """Collect the accounts of all ranks; the first rank without progress reports them."""
+        world = self._world
         number = self._asked
         self._store.set(f"lockstep/hang/{number}", "")
         progress = self._progress()
         self._leave()
-        if self._world.size > 1:
+        if world.size > 1:
             self._over.wait(_ANSWERS)
         if self._over.is_set() or self._progress() != progress:
             return
-        accounts, missing = self._collected(number)
-        if any(one.seconds < min(after, self._idle) / 2 for one in accounts.values()):
-            return  # that rank goes on
-        if not (self._always or any(one.waits for one in accounts.values())):
-            return
-        self._headline = headline(accounts, missing)
-        self._reports = min(accounts) == self._world.rank
-        if self._reports:
-            self._report(accounts, missing)
-
-    def _collected(self, number: int) -> tuple[dict[int, Account], dict[int, str]]:
-        """Return the accounts that were left, and the processes of the ranks that left none."""
         accounts = {}
         missing = {}
-        for rank in range(self._world.size):
+        for rank in range(world.size):
             key = f"lockstep/hang/{number}/{rank}"
             process = f"lockstep/process/{rank}"
             if self._store.check([key]):
                 accounts[rank] = Account(*json.loads(self._store.get(key)))
-            elif self._store.check([process]):
-                missing[rank] = self._store.get(process).decode()
             else:
-                missing[rank] = "its process"
-        return accounts, missing
+                is_known = self._store.check([process])
+                missing[rank] = self._store.get(process).decode() if is_known else "its process"
+        if any(one.seconds < min(after, self._idle) / 2 for one in accounts.values()):
+            return  # that rank goes on
+        if self._always or any(one.waits for one in accounts.values()):
+            self._headline = headline(accounts, missing)
+            self._reports = min(accounts) == world.rank
+            if self._reports:
+                self._report(accounts, missing)
 
     def _report(self, accounts: Mapping[int, Account], missing: Mapping[int, str]) -> None:
         """Print a line for each rank, and write them with the stacks."""
         lines = [f"no progress for {self._idle:.0f} s: {self._headline}"]
-        lines += [f"      rank {rank}: {one.line()}" for rank, one in accounts.items()]
-        lines += [f"      rank {rank}: {process}" for rank, process in missing.items()]
+        ranks = {rank: one.line() for rank, one in accounts.items()} | dict(missing)
+        lines += [f"      rank {rank}: {text}" for rank, text in ranks.items()]
         if self._folder is not None:
             path = self._folder / "hang.txt"
             text = "\n".join([*lines, *(one.stacks for one in accounts.values())])

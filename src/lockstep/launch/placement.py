@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from lockstep.launch import launch, started_as_rank
 from lockstep.launch.devices import Device
-from lockstep.launch.world import World, lone, not_within_a_rank
-from lockstep.run import stop_request
+from lockstep.launch.world import World, lone
 from lockstep.run.terminal import Display
 from lockstep.tensors.seeding import kept_states
 
@@ -32,23 +31,21 @@ def on_devices(
     Raises:
         InputError: this process is a rank already.
     """
-    not_within_a_rank()
+    each = argument.strategy.devices_per_rank
     if not started_as_rank() and needs_one_process(argument.strategy, devices):
-        with alone(devices) as world:
-            world.folder = folder
-            world.emit = display.show
-            world.fail = stop_request.fail
-            return function(world, argument)
-    return launch(
-        function,
-        devices,
-        (argument,),
-        folder=folder,
-        on_event=lambda rank, event: display.show(event),
-        on_output=display.output,
-        timeout=timeout,
-        devices_per_rank=argument.strategy.devices_per_rank,
-    )[0]
+        each = len(devices)
+    with kept_states():
+        results = launch(
+            function,
+            devices,
+            (argument,),
+            folder=folder,
+            on_event=lambda rank, event: display.show(event),
+            on_output=display.output,
+            timeout=timeout,
+            devices_per_rank=each,
+        )
+    return results[0]
 
 
 def needs_one_process(strategy: Any, devices: tuple[Device, ...]) -> bool:

@@ -79,17 +79,10 @@ def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Dev
         each: how many a process drives.
 
     Raises:
-        DeviceError: there are fewer than the processes need, or others than several for each were
-            named for.
+        DeviceError: there are fewer than the processes need.
     """
     here = place()
     wanted = here.local_size * each
-    named = counted(len(chosen), "device")
-    if each > 1 and chosen[0].is_slot and len(chosen) not in (1, wanted):
-        raise DeviceError(
-            f"{here.local_size} processes with {each} devices each were started for {named} "
-            f"here: give --devices {wanted}xcpu, the devices of all processes of this node"
-        )
     if chosen[0].is_slot:
         chosen = _devices.slots(wanted)
     elif wanted > len(chosen):
@@ -97,10 +90,10 @@ def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Dev
             return chosen[:1]
         of = f" with {each} devices each" if each > 1 else ""
         most = len(chosen) // each
-        start = f"name {each} devices at least"
-        if most:
-            start = f"start {most} (torchrun --nproc-per-node {most})"
-        raise DeviceError(f"{here.local_size} processes{of} were started for {named} here: {start}")
+        raise DeviceError(
+            f"{here.local_size} processes{of} were started for {counted(len(chosen), 'device')} "
+            f"here: start {most} (torchrun --nproc-per-node {most}), or name {wanted} devices"
+        )
     return chosen[here.local_rank * each : (here.local_rank + 1) * each]
 
 
@@ -142,16 +135,12 @@ def read_by_first(read: Callable[[], T]) -> T:
             value = read()
         except LockstepError as error:
             value = error
-    if dist.is_initialized():
-        box = [value]
-        dist.broadcast_object_list(box, 0)
-        value = box[0]
-    else:
+    if not dist.is_initialized():
         _choose_interface(here.nodes)
-        store = _store(1800.0)
-        store.set(f"read/{here.rank}", cloudpickle.dumps(value))
-        # Rank 0, whose process may serve the store, waits until all have it.
-        value = pickle.loads(get_all(store, here.rank, "read/", here.size)[0])
+    store = _store(1800.0)
+    store.set(f"read/{here.rank}", cloudpickle.dumps(value))
+    # Rank 0, whose process may serve the store, waits until all have it.
+    value = pickle.loads(get_all(store, here.rank, "read/", here.size)[0])
     if isinstance(value, LockstepError):
         raise value
     result: T = value
@@ -307,7 +296,10 @@ def _store(timeout: float) -> Store:
     It outlives a process group, and a second group would find the addresses of the first in it;
     torchrun's agent keeps one even when it starts its ranks again.
     """
-    store = _met(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    else:
+        store = _met(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     store.set_timeout(datetime.timedelta(seconds=timeout))
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if by_agent else "0"

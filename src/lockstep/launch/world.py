@@ -24,7 +24,7 @@ from lockstep.launch import cores as _cores
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
 from lockstep.launch.observer import Observer, phase
-from lockstep.launch.processes.rank_agreement import Meeting
+from lockstep.launch.processes.rank_agreement import agree
 from lockstep.run import stop_request
 
 P = ParamSpec("P")
@@ -62,6 +62,10 @@ one is out of the way.
 """
 
 
+def _to_nobody(event: Any) -> None:
+    """Drop an event."""
+
+
 def _to_stderr(text: str) -> None:
     os.write(2, f"{text}\n".encode())  # in one piece, whichever thread prints meanwhile
 
@@ -71,7 +75,7 @@ def _end_process(error: Exception) -> None:
     os._exit(1)
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
     """This process's place among the ranks.
 
@@ -114,20 +118,18 @@ class World:
     step: int = 0
     folder: str | None = None
     own_group: bool = True
-    emit: Callable[[Any], None] = field(default=lambda event: None, repr=False)
-    print: Callable[[str], None] = field(default=_to_stderr, repr=False)
-    fail: Callable[[Exception], None] = field(default=_end_process, repr=False)
-    thread: int = field(default_factory=threading.get_ident, repr=False)
-    collectives: int = field(default=0, init=False, repr=False)
-    beats: int = field(default=0, init=False, repr=False)
-    is_watched: bool = field(default=False, init=False, repr=False)
+    emit: Callable[[Any], None] = _to_nobody
+    print: Callable[[str], None] = _to_stderr
+    fail: Callable[[Exception], None] = _end_process
+    thread: int = field(default_factory=threading.get_ident)
+    collectives: int = field(default=0, init=False)
+    beats: int = field(default=0, init=False)
+    is_watched: bool = field(default=False, init=False)
+    in_step: bool = False
     layout: Layout = field(init=False)
-    in_step: bool = field(default=False, repr=False)
-    at_end: contextlib.ExitStack = field(
-        default_factory=contextlib.ExitStack, init=False, repr=False, compare=False
-    )
-    observers: list[Observer] = field(default_factory=list, init=False, repr=False)
-    _meetings: int = field(default=0, init=False, repr=False)
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+    observers: list[Observer] = field(default_factory=list, init=False)
+    _meetings: int = field(default=0, init=False)
     _board = cast("memoryview | None", None)
     """Where the ranks of one launch keep their steps for all to see (see ``processes.call``); no
     field of the class.
@@ -227,7 +229,7 @@ class World:
 
     def asked_to_stop(self) -> bool:
         """Return whether a person or the system has asked to save and stop the training."""
-        return stop_request.asked() if self._board is None else bool(self._board[self.size])
+        return stop_request.asked() if self._board is None else bool(self._board[-1])
 
     def announce(self, step: int) -> None:
         """Let the other ranks see that this one is about to enter a step, where they can
@@ -257,13 +259,12 @@ class World:
         if self.size == 1:
             return
         self._meetings += 1
-        words = f"lockstep/meeting-{self._meetings}"
-        meeting = Meeting(words, self.rank, self.size)
+        name = f"lockstep/meeting-{self._meetings}"
 
         def is_gone(rank: int) -> bool:
             return together and self.step_of(rank) > self.step_of(self.rank)
 
-        meeting.wait(what, waits, is_gone)
+        agree(what, name, self.rank, self.size, waits, is_gone)
 
     @property
     def exchange_device(self) -> torch.device:
@@ -303,7 +304,7 @@ def enter(world: World | None) -> World | None:
 @contextlib.contextmanager
 def lone(devices: tuple[Device, ...], folder: str | None = None) -> Iterator[World]:
     """Give the world of one process that drives all these devices, for a while."""
-    world = World(devices=devices, folder=folder)
+    world = World(devices=devices, folder=folder, fail=stop_request.fail)
     before = enter(world)
     try:
         with _cores.occupied(place_of(devices)), world.at_end:

@@ -123,15 +123,13 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
     from lockstep.launch import devices as _devices
     from lockstep.launch import started_as_rank, started_ranks
     from lockstep.launch import world as _world
-    from lockstep.launch.processes.rank import current_worker
+    from lockstep.map import map_worker
 
     is_auto = wanted is None or wanted == "auto"
     world = _world.current()
-    worker = current_worker()
-    own = None
-    if worker is not None:
-        own, what = worker.device, "a process of a map"
-    elif world is not None and world.size > 1:
+    own = map_worker.own_device
+    what = "a process of a map"
+    if own is None and world is not None and world.size > 1:
         own, what = world.device, f"rank {world.rank}"
     if own is not None:
         if not is_auto and len(_devices.parse(wanted)) > 1:

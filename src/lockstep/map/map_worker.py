@@ -15,8 +15,10 @@ import torch
 
 from lockstep.data.shares import MAP, absorbed
 from lockstep.errors import InputError, ItemFailed
-from lockstep.launch.processes.failure_records import Record, caused
-from lockstep.launch.processes.rank import WorkerContext
+from lockstep.launch.devices import Device
+from lockstep.launch.processes.failure_records import Failure
+from lockstep.launch.processes.rank import EVENT, Channel
+from lockstep.launch.world import World
 from lockstep.map.shared_values import pack, unpack
 from lockstep.tensors.seeding import seed_all
 
@@ -46,7 +48,7 @@ class Reply(NamedTuple):
     length: int
     seconds: float
     bytes: int
-    failure: Record | None
+    failure: Failure | None
 
 
 class Call:
@@ -99,23 +101,35 @@ class Call:
         return results
 
 
+own_device: Device | None = None
+"""That of this process, where it is a worker."""
+
+
 def serve(
-    worker: WorkerContext, function: Callable[..., Any], batch: int | None, seed: int | None
+    world: World,
+    channel: Channel,
+    blocks: tuple[int, ...],
+    function: Callable[..., Any],
+    batch: int | None,
+    seed: int | None,
 ) -> None:
     """Work on chunks until there are no more."""
+    global own_device
+    own_device = world.device
     call = Call(function, batch, seed)
     if seed is None:  # else forks of one process would all draw the same
         key = int.from_bytes(os.urandom(8), "little") >> 1
         torch.manual_seed(key)
         seed_all(key)
-    for block in itertools.cycle(worker.blocks):
-        head = worker.channel.next()
+    for block in itertools.cycle(blocks):
+        head = channel.next()
         if not head:
             return
-        worker.channel.emit(_reply(worker, call, pickle.loads(head), block))
+        reply = _reply(call, pickle.loads(head), block, not own_device.is_slot)
+        channel.send(EVENT, reply)
 
 
-def _reply(worker: WorkerContext, call: Call, task: Task, block: int) -> Reply:
+def _reply(call: Call, task: Task, block: int, on_accelerator: bool) -> Reply:
     """Compute the results of a chunk, and put them in place of the items."""
     index = task.first
     results: list[Any] = []
@@ -123,23 +137,18 @@ def _reply(worker: WorkerContext, call: Call, task: Task, block: int) -> Reply:
     began = time.perf_counter()
     try:
         items = unpack(block, task.length)
-        with worker.modes.entered():
-            for start in range(0, task.length, call.size):
-                index = task.first + start
-                group = items[start : start + call.size]
-                results += call(group, index, not worker.device.is_slot)
+        for start in range(0, task.length, call.size):
+            index = task.first + start
+            group = items[start : start + call.size]
+            results += call(group, index, on_accelerator)
     except BaseException as error:
-        failure = _record(error, worker, index)
+        failure = Failure.of(error, began, 0, index)
     seconds = time.perf_counter() - began
     packed = pack(results, block)
     if packed.error is not None:
         what = f"its result (a {packed.kind}) can't be sent back: {packed.error}"
-        failure = _record(TypeError(what), worker, task.first + packed.length)
+        failure = Failure.of(TypeError(what), began, 0, task.first + packed.length)
     return Reply(packed.length, seconds, packed.bytes, failure)
-
-
-def _record(error: BaseException, worker: WorkerContext, index: int) -> Record:
-    return Record.of(error, time.monotonic(), worker.number, index)
 
 
 def named(first: int, size: int) -> str:
@@ -147,7 +156,7 @@ def named(first: int, size: int) -> str:
     return f"item {first}" if size == 1 else f"items {first} to {first + size - 1}"
 
 
-def failed(record: Record, device: object) -> BaseException:
+def failed(failure: Failure, device: object) -> BaseException:
     """Return the exception by which a map reports that an item failed in another process."""
-    message = f"item {record.step} failed on {device}: {record.reason}"
-    return caused(ItemFailed(message, record.step, record.traceback), record)
+    message = f"item {failure.step} failed on {device}{failure.why}"
+    return failure.causes(ItemFailed(message, failure.step, failure.traceback))

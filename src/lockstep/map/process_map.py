@@ -39,8 +39,8 @@ from lockstep.errors import InputError, ItemFailed, RunError, error_line, own_tr
 from lockstep.launch.cores import occupied
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import Setup
-from lockstep.launch.processes.failure_records import Death, Record, caused, ending, reason
-from lockstep.launch.processes.modes import Modes
+from lockstep.launch.processes.failure_records import Failure, reason
+from lockstep.launch.processes.modes import modes_here
 from lockstep.launch.processes.pickling import pickled
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.map.map_worker import Call, Reply, Task, failed, named, serve
@@ -81,7 +81,7 @@ class _Chunk:
     block: int
     bytes: int
     results: Any = None
-    failure: Record | None = None
+    failure: Failure | None = None
 
 
 class _Pace:
@@ -176,7 +176,7 @@ class ProcessMap:
             blocks = [[new_block(stack), new_block(stack)] for _ in self._devices]
             self._blocks = [itertools.cycle(pair) for pair in blocks]
             started = Supervisor(
-                Setup(self._devices, Modes.here(self._devices)),
+                Setup(self._devices, modes_here(self._devices)),
                 self._body,
                 blocks_of=lambda worker: blocks[worker],
                 on_event=self._hear,
@@ -291,17 +291,17 @@ class ProcessMap:
         if reply.failure is not None:
             self._is_drawn = True  # what comes after it will not be given
 
-    def _death(self, failure: Record | Death) -> BaseException:
+    def _death(self, failure: Failure) -> BaseException:
         """Return the exception for a worker that is gone."""
         device = self._devices[failure.rank]
-        if isinstance(failure, Record):
-            why = f"a process of the map ({device}) could not begin: {failure.reason}"
-            return caused(RunError(why), failure)
+        if failure.how == "failed":
+            made = RunError(f"a process of the map ({device}) could not begin{failure.why}")
+            return failure.causes(made)
         where = "between two items"
         first = None
         if self._at[failure.rank]:
             chunk = self._at[failure.rank][0]
             where = f"at {named(chunk.first, chunk.count)}"
             first = chunk.first
-        how = ending(failure.code, where)
-        return ItemFailed(f"the process of the map on {device} {how}", first)
+        text = f"the process of the map on {device} {failure.how} {where}{failure.why}"
+        return ItemFailed(text, first)

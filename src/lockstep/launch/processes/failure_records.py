@@ -1,9 +1,9 @@
 """Who failed first.
 
 When one rank fails, the others fail for want of it within milliseconds: their collectives find the
-connection closed. So each rank that raises writes a record at once, with the moment, and with
-whether its error looks like that of a rank whose *peer* has gone; the forking process tells how
-ranks without a record ended. The rank to name is
+connection closed. So each rank that raises reports at once, with the moment, and with whether its
+error looks like that of a rank whose *peer* has gone; the forking process tells how ranks without a
+report ended. The rank to name is
 
 1. the earliest that failed by itself: an error that isn't a peer's, a signal that wasn't ours, an
   exit with no result;
@@ -13,6 +13,7 @@ ranks without a record ended. The rank to name is
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 from collections.abc import Iterable, Sequence
@@ -35,65 +36,81 @@ _PEER_WORDS = (
     "nccl",
 )
 
+_ADVICE = {
+    -signal.SIGKILL: " (possibly out of memory: check dmesg)",
+    -signal.SIGABRT: (
+        "; gloo fails like this if ranks are in different collectives: under fsdp "
+        "possibly in a block that only some samples use: name the other blocks by --blocks NAMES"
+    ),
+}
+
 
 @dataclass(frozen=True)
-class Record:
-    """A rank's own account of its failure.
+class Failure:
+    """How a rank has failed: by its own account, or by the end of its process.
 
     Attributes:
-        time: when the exception was caught, on the clock that all processes share.
+        time: when, on the clock that all processes share.
         step: the step it was in.
-        reason, traceback: as `reason` and `own_traceback` give them.
-        peer: whether it looks like the failure of a rank that lost another.
-        pickled: the exception itself, where it can be pickled.
+        how: ``failed``, ``was killed by SIGKILL``; where it was comes behind.
+        why: what comes behind that: the error, or advice.
+        traceback: that of its exception, or what stands at the end of its log.
+        order: the place of its kind in the list at the top of this module.
+        pickled: its exception, where that can be pickled.
     """
 
     rank: int
     time: float
     step: int
-    reason: str
-    traceback: str
-    peer: bool
-    pickled: bytes | None
+    how: str
+    why: str
+    traceback: str = ""
+    order: int = 1
+    pickled: bytes | None = None
 
     @classmethod
-    def of(cls, error: BaseException, time: float, rank: int, step: int) -> Record:
-        """Make the record of an exception that was just caught."""
-        return cls(
-            rank,
-            time,
-            step,
-            reason(error),
-            own_traceback(error),
-            looks_like_peers(error),
-            _pickled(error),
-        )
+    def of(cls, error: BaseException, time: float, rank: int, step: int) -> Failure:
+        """Return that of a rank which has just caught an exception."""
+        pickled = None
+        with contextlib.suppress(Exception):
+            pickled = bytes(cloudpickle.dumps(error))
+        order = 3 if looks_like_peers(error) else 1
+        trace = own_traceback(error)
+        return cls(rank, time, step, "failed", f": {reason(error)}", trace, order, pickled)
+
+    @classmethod
+    def of_end(cls, code: int, time: float, rank: int, step: int, last_words: str) -> Failure:
+        """Return that of a rank which left neither an account nor a result, by its exit code, or
+        minus the number of the signal that ended it.
+        """
+        how, why = f"exited with code {code}", ", before its function returned"
+        if code < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            how = f"was killed by {names.get(-code, f'signal {-code}')}"
+            why = _ADVICE.get(code, "")
+        order = 2 if code == -signal.SIGABRT else 1
+        return cls(rank, time, step, how, why, last_words, order)
 
     def exception(self) -> BaseException | None:
         """Return the exception, where it can be had in this process."""
-        try:
-            error = None if self.pickled is None else pickle.loads(self.pickled)
-        except Exception:
-            return None  # of a class that can't be imported here, or can't be made from its args
-        return error if isinstance(error, BaseException) else None
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):  # of a class that can't be made here, say
+                error = pickle.loads(self.pickled)
+                return error if isinstance(error, BaseException) else None
+        return None
 
-
-@dataclass(frozen=True)
-class Death:
-    """The end of a rank that left neither a record nor a result.
-
-    Attributes:
-        time: when it was noticed.
-        step: the step it was in.
-        code: its exit code, or minus the number of the signal that ended it.
-        last_words: what stands at the end of its log.
-    """
-
-    rank: int
-    time: float
-    step: int
-    code: int
-    last_words: str = ""
+    def causes(self, made: BaseException) -> BaseException:
+        """Give an exception that of the rank as its cause, which shows the traceback where it is
+        shown.
+        """
+        error = self.exception()
+        shown = RankTraceback(self.traceback)
+        if isinstance(error, Exception):
+            error.__cause__ = shown
+            made.__cause__ = error
+        elif self.traceback:
+            made.__cause__ = shown
+        return made
 
 
 class RankTraceback(Exception):
@@ -105,62 +122,28 @@ class RankTraceback(Exception):
         return f"\n{self.args[0].rstrip()}" if self.args else ""
 
 
-def guilty(failures: Iterable[Record | Death]) -> Record | Death:
+def guilty(failures: Iterable[Failure]) -> Failure:
     """Return the failure that came first, as described at the top of this module."""
-    return min(failures, key=lambda one: (_class_of(one), one.time))
+    return min(failures, key=lambda one: (one.order, one.time))
 
 
-def _class_of(one: Record | Death) -> int:
-    if isinstance(one, Record):
-        return 3 if one.peer else 1
-    return 2 if one.code == -signal.SIGABRT else 1
-
-
-def to_raise(one: Record | Death, devices: Sequence[Device], silent: list[int]) -> BaseException:
+def to_raise(one: Failure, devices: Sequence[Device], silent: list[int]) -> BaseException:
     """Make the exception for the failure of a rank.
 
     The ``silent`` ranks, which reported nothing, may be why it failed.
     """
-    who = f"rank {one.rank} ({', '.join(map(str, devices))})"
-    if isinstance(one, Death):
-        why = ", before its function returned" if one.code >= 0 else ""
-        if one.code == -signal.SIGABRT:
-            why = (
-                "; gloo fails like this if ranks are in different collectives: under fsdp "
-                "possibly in a block that only some samples use: name the other blocks by "
-                "--blocks NAMES"
-            )
-        return RankFailed(
-            f"{who} {ending(one.code, when(one.step))}{why}", one.rank, one.step, one.last_words
-        )
     error = one.exception()
     if isinstance(error, LockstepError):
         # Ours say all in one line; where it happened is kept beside.
-        error.__dict__.setdefault("rank", one.rank)
-        if not error.__dict__.get("traceback"):
-            error.__dict__["traceback"] = one.traceback
+        held = vars(error)
+        held.setdefault("rank", one.rank)
+        held["traceback"] = held.get("traceback") or one.traceback
         return error
-    if isinstance(error, SystemExit):
-        message = f"{who} left by {one.reason} {when(one.step)}, before its function returned"
-    else:
-        message = f"{who} failed {when(one.step)}: {one.reason}"
-    if one.peer and silent:
+    who = f"rank {one.rank} ({', '.join(map(str, devices))})"
+    message = f"{who} {one.how} {when(one.step)}{one.why}"
+    if one.order == 3 and silent:
         message += f"; no report from rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-    return caused(RankFailed(message, one.rank, one.step, one.traceback), one)
-
-
-def caused(made: BaseException, record: Record) -> BaseException:
-    """Give an exception the one of the record as its cause, which shows its traceback where it
-    is shown.
-    """
-    error = record.exception()
-    shown = RankTraceback(record.traceback)
-    if isinstance(error, Exception):
-        error.__cause__ = shown
-        made.__cause__ = error
-    else:
-        made.__cause__ = shown
-    return made
+    return one.causes(RankFailed(message, one.rank, one.step, one.traceback))
 
 
 def when(step: int) -> str:
@@ -170,8 +153,6 @@ def when(step: int) -> str:
 
 def reason(error: BaseException) -> str:
     """Return an exception's type and the first line of its message."""
-    if isinstance(error, SystemExit):
-        return f"sys.exit({error.code!r})"
     name, line = type(error).__name__, first_line(error)
     return f"{name}: {line}" if str(error).strip() else name
 
@@ -190,21 +171,3 @@ def looks_like_peers(error: BaseException) -> bool:
             return True
         one = one.__cause__ or one.__context__
     return False
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    try:
-        return bytes(cloudpickle.dumps(error))
-    except Exception:
-        return None
-
-
-def ending(code: int, where: str) -> str:
-    """Return how a process ended that wasn't asked to: by an exit code, or minus the number of a
-    signal.
-    """
-    if code >= 0:
-        return f"exited with code {code} {where}"
-    names = {number.value: number.name for number in signal.Signals}
-    advice = " (possibly out of memory: check dmesg)" if code == -signal.SIGKILL else ""
-    return f"was killed by {names.get(-code, f'signal {-code}')} {where}{advice}"

@@ -53,10 +53,6 @@ def main(control: int, parent: int) -> NoReturn:
     """Serve on the open file ``control`` until the person's process, of the id ``parent``, is
     gone.
     """
-    # SIGTERM and SIGUSR1 may go to all processes at once; the person's process saves and ends
-    # then, and this one ends with it.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     prepare()  # the ranks inherit it
     for name in _PRELOAD:
@@ -65,6 +61,10 @@ def main(control: int, parent: int) -> NoReturn:
         finalizer.atexit = False  # no rank needs to undo what was imported here
     gc.collect()
     gc.freeze()  # no collection touches, and so copies, what the ranks share from here on
+    # SIGTERM and SIGUSR1 may go to all processes at once; the person's process saves and ends
+    # then, and this one ends with it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     _Forking(socket.socket(fileno=control), parent).serve()
 
 
@@ -116,32 +116,23 @@ class _Forking:
 
     def start(self) -> None:
         """Start a rank, or end where the control connection has ended."""
-        try:
-            message, files, _, _ = socket.recv_fds(self.control, START.size, MOST_FILES)
-        except ConnectionError:
-            self.end()
+        message, files, _, _ = socket.recv_fds(self.control, START.size, MOST_FILES)
         if not message:
             self.end()
-        (number,) = START.unpack(message)
         life = socket.socket(fileno=files[0])
-        try:
-            pid = os.fork()
-        except OSError as error:
-            report(life, 1, error.errno or -1)
-        else:
-            if pid == 0:
-                life.close()
-                self.become(number, files[1:])
-            # On both sides, since either may be the first to need it.
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)
-            self.lives[pid] = life
-            self.selector.register(life, selectors.EVENT_READ, pid)
+        pid = os.fork()
+        if pid == 0:
+            self.become(*START.unpack(message), *files[1:])
+        # On both sides, since either may be the first to need it.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        self.lives[pid] = life
+        self.selector.register(life, selectors.EVENT_READ, pid)
         for file in files[1:]:
             os.close(file)
 
-    def become(self, number: int, files: list[int]) -> NoReturn:
-        """In the child: drop what belongs to this process, and live as a rank."""
+    def become(self, number: int, out: int, err: int, *files: int) -> NoReturn:
+        """In the child: live as a rank."""
         try:
             os.setpgid(0, 0)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -150,20 +141,14 @@ class _Forking:
             signal.set_wakeup_fd(-1)
             for usual in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(usual, signal.SIG_DFL)
-            self.selector.close()
-            for held in (self.control, self.woken, self.wake, *self.lives.values()):
-                held.close()
-            call, channel, out, err, *blocks = files
             os.dup2(out, 1)
             os.dup2(err, 2)
-            os.close(out)
-            os.close(err)
-            for file in (call, channel, *blocks):
+            for file in (out, err, *files):
                 os.set_inheritable(file, False)
 
             from lockstep.launch.processes.rank import run
 
-            run(number, call, channel, blocks)
+            run(number, *files)
         finally:
             os._exit(1)
 
@@ -178,7 +163,9 @@ class _Forking:
                 _kill_group(pid)
                 with contextlib.suppress(KeyError):
                     self.selector.unregister(life)
-                report(life, os.waitstatus_to_exitcode(status))
+                with life, contextlib.suppress(OSError):  # nobody listens any more
+                    code = os.waitstatus_to_exitcode(status)
+                    life.sendall(REPORT.pack(code, time.monotonic()))
 
     def end(self) -> NoReturn:
         """Kill all that was ever started here, wait until it is gone, and go."""
@@ -191,12 +178,6 @@ class _Forking:
                         os.kill(pid, signal.SIGKILL)
                 os.waitpid(-1, 0)
         os._exit(0)
-
-
-def report(life: socket.socket, code: int, error: int = 0) -> None:
-    """Report the end of a rank, which is the end of its life connection."""
-    with life, contextlib.suppress(OSError):  # nobody listens any more
-        life.sendall(REPORT.pack(code, error, time.monotonic()))
 
 
 def _children() -> list[int]:

@@ -11,7 +11,7 @@ is what runs there.
 
 The control connection carries the numbers of ranks to start, each with its open files. One of
 those is the other end of the rank's *life*: a connection along which comes back how the rank ended
-(`Report`), and whose closing kills the rank.
+(`REPORT`), and whose closing kills the rank.
 
 The standard library's forkserver starts processes as fast, but it leaves a folder for its socket
 behind when the person's process is killed, doesn't notice that while a child of the person's
@@ -42,21 +42,10 @@ START = struct.Struct("!I")
 MOST_FILES = 32
 """Files that may be attached to a message."""
 
-REPORT = struct.Struct("!iid")
-
-
-class Report(NamedTuple):
-    """How a rank has ended, or why it could not be forked.
-
-    Attributes:
-        code: how it ended, as ``os.waitstatus_to_exitcode`` gives it.
-        error: the system's error number where it could not be forked, else 0.
-        time: when, on the clock that all processes share.
-    """
-
-    code: int
-    error: int
-    time: float
+REPORT = struct.Struct("!id")
+"""How a rank has ended (as ``os.waitstatus_to_exitcode`` gives it), and when, on the clock that all
+processes share.
+"""
 
 
 class _Server(NamedTuple):
@@ -64,16 +53,13 @@ class _Server(NamedTuple):
     control: socket.socket
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _server: _Server | None = None
-_used = False
-"""Whether it was ever asked for a rank: until then there is nothing for it to clean up."""
 
 
 def start() -> None:
     """Start the forking process, unless it runs already; it gets ready while the caller goes on."""
-    with _lock:
-        _running()
+    _running()
 
 
 def start_rank(number: int, files: Sequence[int]) -> socket.socket:
@@ -81,18 +67,12 @@ def start_rank(number: int, files: Sequence[int]) -> socket.socket:
 
     Args:
         number: the rank.
-        files: the rank's open files: call, channel, standard output, standard error, and any
+        files: the rank's open files: standard output, standard error, channel, call, and any
             others.
     """
-    global _used
-    with _connection() as (ours, theirs), _lock:
+    with _connection() as (ours, theirs):
         attached = [theirs.fileno(), *files]
-        try:
-            socket.send_fds(_running().control, [START.pack(number)], attached)
-        except OSError:  # it has died
-            _end()
-            socket.send_fds(_running().control, [START.pack(number)], attached)
-        _used = True
+        socket.send_fds(_running().control, [START.pack(number)], attached)
     return ours
 
 
@@ -100,13 +80,28 @@ def stop() -> None:
     """End the forking process, and with it all that was started through it; the next launch
     starts another.
     """
+    global _server
     with _lock:
-        _end()
+        if _server is None:
+            return
+        process, control = _server
+        _server = None
+        control.close()  # so it kills all ranks and goes
+        process.terminate()  # only where it is still importing, else it doesn't listen
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _running() -> _Server:
     global _server
-    if _server is None:
+    with _lock:
+        if _server is not None and _server.process.poll() is not None:
+            stop()
+        if _server is not None:
+            return _server
         with _connection() as (ours, theirs):
             process = subprocess.Popen(
                 # -P: a file in the current folder must not stand in for a module of the same name.
@@ -120,7 +115,7 @@ def _running() -> _Server:
                 env=_environment(),
             )
             _server = _Server(process, ours)
-    return _server
+            return _server
 
 
 @contextlib.contextmanager
@@ -155,27 +150,10 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _end() -> None:
-    global _server, _used
-    if _server is None:
-        return
-    process, control = _server
-    _server = None
-    control.close()  # so it kills all ranks and goes
-    if not _used:
-        process.kill()  # it may still be importing
-    _used = False
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _forget() -> None:
     """In a fork of the person's process: the forking process belongs to the parent alone."""
     global _lock, _server
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     if _server is not None:
         _server.control.close()
         _server.process.returncode = 0  # it isn't this process's child, and can't be waited for

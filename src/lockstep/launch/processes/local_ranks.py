@@ -12,8 +12,8 @@ from typing import IO, Any, TypeVar
 from lockstep.errors import FolderError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import Setup
-from lockstep.launch.processes.modes import Modes
-from lockstep.launch.processes.pickling import pickled_call
+from lockstep.launch.processes.modes import modes_here
+from lockstep.launch.processes.pickling import pickled
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.run import stop_request
 from lockstep.tensors.new_file import not_followed
@@ -39,9 +39,10 @@ def run(
         args: the other arguments of ``fn``.
         folder, on_event, on_output, settings: those of ``launch``.
     """
-    body = pickled_call(fn, args)
+    names = [f"args[{number}]" for number in range(len(args))]
+    body = pickled({"the function": fn, **dict(zip(names, args, strict=True))})
     with _meeting() as rendezvous:
-        setup = Setup(devices, Modes.here(devices), rendezvous, folder=folder, **settings)
+        setup = Setup(devices, modes_here(devices), rendezvous, folder=folder, **settings)
         with Supervisor(
             setup,
             body,
@@ -51,7 +52,7 @@ def run(
         ) as supervisor:
             with stop_request.reaching(supervisor.board):
                 supervisor.watch()
-            return [rank.result for rank in supervisor.ranks]
+            return [result for rank in supervisor.ranks for result in rank.result or ()]
 
 
 @contextlib.contextmanager

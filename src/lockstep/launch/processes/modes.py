@@ -1,55 +1,46 @@
-"""PyTorch's modes and settings that change numbers, as one process gives them to another."""
+"""PyTorch's modes and settings that change numbers, as one process gives them to another.
+
+Both are lists of what is to be called: functions of PyTorch with their arguments.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from lockstep.launch.devices import Device
 
+Modes = list[tuple[Any, ...]]
+"""The modes of a thread: classes of contexts, each with its arguments."""
 
-@dataclass(frozen=True)
-class Modes:
-    """The modes of a thread.
 
-    Attributes:
-        grad: whether gradients are recorded.
-        inference: whether inference mode is on.
-        autocast: by type of device, the type that autocast computes in where it is on.
+def modes_here(devices: tuple[Device, ...]) -> Modes:
+    """Return the modes of the calling thread.
+
+    Args:
+        devices: where another process is to compute.
     """
+    modes: Modes = [
+        (torch.inference_mode, torch.is_inference_mode_enabled()),
+        (torch.set_grad_enabled, torch.is_grad_enabled()),
+    ]
+    for kind in {"cpu"} | {device.type for device in devices}:
+        if torch.is_autocast_enabled(kind):
+            modes.append((torch.autocast, kind, torch.get_autocast_dtype(kind)))
+    return modes
 
-    grad: bool
-    inference: bool
-    autocast: dict[str, torch.dtype]
 
-    @classmethod
-    def here(cls, devices: tuple[Device, ...]) -> Modes:
-        """Return the modes of the calling thread.
-
-        Args:
-            devices: where another process is to compute.
-        """
-        autocast = {}
-        for kind in {"cpu"} | {device.type for device in devices}:
-            if torch.is_autocast_enabled(kind):
-                autocast[kind] = torch.get_autocast_dtype(kind)
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Compute in these modes for a while."""
-        with contextlib.ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype))
-            yield
+@contextlib.contextmanager
+def entered(modes: Modes) -> Iterator[None]:
+    """Compute in these modes for a while."""
+    with contextlib.ExitStack() as stack:
+        for context, *arguments in modes:
+            stack.enter_context(context(*arguments))
+        yield
 
 
 _FLAGS = (
@@ -101,18 +92,10 @@ def set_flags(wanted: dict[str, Any]) -> None:
             setattr(operator.attrgetter(owner)(torch.backends), name, wanted[flag])
 
 
-def switches() -> dict[str, Any]:
-    """Return PyTorch's settings that belong to the whole process."""
-    return {
-        "dtype": torch.get_default_dtype(),
-        "flags": flags(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
-    }
-
-
-def set_switches(wanted: dict[str, Any]) -> None:
-    """Set what ``switches`` has found."""
-    torch.set_default_dtype(wanted["dtype"])
-    set_flags(wanted["flags"])
-    torch.use_deterministic_algorithms(wanted["deterministic"], warn_only=wanted["warns"])
+def switches() -> list[tuple[Callable[[Any], None], Any]]:
+    """Return PyTorch's settings that belong to the whole process, each with what sets it."""
+    return [
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (set_flags, flags()),
+        (torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+    ]

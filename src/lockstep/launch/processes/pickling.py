@@ -8,7 +8,6 @@ other process too (a loss that holds ``weight.detach()``, say).
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import pickle
 import sys
@@ -30,14 +29,6 @@ def dumps(value: Any) -> bytes:
         return pickle.dumps(value)  # ten times as fast, and enough for numbers and names
     except Exception:
         return bytes(cloudpickle.dumps(value))
-
-
-def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return a function and its arguments as bytes; see ``pickled``."""
-    given = {"the function": fn}
-    for number, arg in enumerate(args):
-        given[f"args[{number}]"] = arg
-    return pickled(given)
 
 
 def pickled(given: dict[str, Any]) -> bytes:
@@ -62,23 +53,17 @@ def pickled(given: dict[str, Any]) -> bytes:
         raise _cannot_be_sent("the function with its arguments", whole) from whole
 
 
-def loads(body: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def loads(body: bytes) -> tuple[Any, ...]:
     """Return the function and the arguments that ``pickled`` has made bytes of."""
-    fn, *args = torch.load(io.BytesIO(body), weights_only=False)
-    return fn, tuple(args)
+    values: tuple[Any, ...] = torch.load(io.BytesIO(body), weights_only=False)
+    return values
 
 
 def cells_of(function: Any) -> list[types.CellType]:
     """List the cells of the variables around a function, those that have a value."""
-    return [cell for cell in getattr(function, "__closure__", None) or () if _content(cell)]
-
-
-def _content(cell: types.CellType) -> list[Any]:
-    """Return what a variable holds, alone in a list; [] where it isn't assigned yet."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
+    cells = getattr(function, "__closure__", None) or ()
+    unassigned = types.CellType()
+    return [cell for cell in cells if cell != unassigned]
 
 
 def closed_over(function: Any) -> list[Any]:
@@ -130,34 +115,7 @@ def _cached(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
 def _reduced_code(code: types.CodeType) -> Any:
     """Reduce code with the name of its file, for tracebacks; cloudpickle 3.1.3 sends another."""
     make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
-    kept = []
-    for argument in arguments:
-        is_name_of_file = isinstance(argument, str) and argument == "<dynamic-code>"
-        kept.append(code.co_filename if is_name_of_file else argument)
-    return make, tuple(kept)
-
-
-def _reduced_property(kept: functools.cached_property[Any]) -> Any:
-    """Reduce a cached property without the lock that it has in Python 3.11."""
-    return _cached_property, (kept.func, kept.attrname)
-
-
-def _cached_property(function: Callable[[Any], Any], name: str) -> Any:
-    made = functools.cached_property(function)
-    made.__set_name__(object, name)
-    return made
-
-
-def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Reduce a function together with its variables; cloudpickle would give each function its own.
-
-    Args:
-        cells: the closure of the function.
-        reduced: what cloudpickle has made of the function.
-    """
-    make, arguments, (state, slots), *_, restore = reduced
-    given = restore, (state, {**slots, "__closure__": None}), list(map(_content, cells))
-    return make, (*arguments[:4], cells), given, None, None, _restored
+    return make, tuple(code.co_filename if one == "<dynamic-code>" else one for one in arguments)
 
 
 def _restored(function: Any, given: tuple[Callable[..., None], Any, list[list[Any]]]) -> None:
@@ -169,45 +127,39 @@ def _restored(function: Any, given: tuple[Callable[..., None], Any, list[list[An
 
 
 class _Globals(dict[str, Any]):
-    """Stands for the global variables of a module that the other process imports."""
+    """Stands for the global variables of the script, which torch.compile looks for in its module."""
 
     def __reduce__(self) -> Any:
-        return _globals_of, (self["__name__"],)
+        return _globals_of_script, ()
 
 
-def _globals_of(module: str) -> dict[str, Any]:
-    try:
-        return vars(importlib.import_module(module))
-    except ImportError:  # a file that was loaded by its path
-        return {"__name__": module}
+def _globals_of_script() -> dict[str, Any]:
+    return vars(sys.modules["__main__"])
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Keeps the variables that functions share: by a closure, or as globals of a module."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Reduce a function with what it shares; see `pickle.Pickler.reducer_override`."""
-        if isinstance(value, types.CellType):
-            return types.CellType, ()  # a function that closes over it fills it
-        if not isinstance(value, types.FunctionType):
-            return super().reducer_override(value)
-        module = sys.modules.get(value.__module__)
-        if value.__globals__ is vars(module or object):
-            shared = _Globals(__name__=value.__module__)
-            self.globals_ref.setdefault(id(value.__globals__), shared)
-        reduced = super().reducer_override(value)
-        if value.__closure__ and isinstance(reduced, tuple):
-            return _with_cells(value.__closure__, reduced)
-        return reduced
-
     dispatch_table: ClassVar[Any] = ChainMap(
-        {
-            functools._lru_cache_wrapper: _reduced_cache,
-            functools.cached_property: _reduced_property,
-            types.CodeType: _reduced_code,
-        },
+        {functools._lru_cache_wrapper: _reduced_cache, types.CodeType: _reduced_code},
         cloudpickle.Pickler.dispatch_table,
     )
+
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        super().__init__(*settings, **named)
+        self.globals_ref[id(_globals_of_script())] = _Globals()
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a function with its variables; cloudpickle would give each function its own."""
+        if isinstance(value, types.CellType):
+            return types.CellType, ()  # a function that closes over it fills it
+        reduced = super().reducer_override(value)
+        cells = getattr(value, "__closure__", None)
+        if not cells or not isinstance(reduced, tuple):
+            return reduced
+        make, arguments, (state, slots), *_, restore = reduced
+        empty = types.CellType()
+        contents = [[cell.cell_contents] if cell != empty else [] for cell in cells]
+        given = restore, (state, {**slots, "__closure__": None}), contents
+        return make, (*arguments[:4], cells), given, None, None, _restored
 
 
 _CLOUDPICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler)

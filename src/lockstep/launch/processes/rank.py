@@ -2,7 +2,7 @@
 failure, and end.
 
 A worker of a map is a rank without the others: in no process group, and it works on one task after
-another until it is asked to end. What it needs for that is its `WorkerContext`.
+another until it is asked to end.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from io import TextIOWrapper
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -28,11 +26,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from lockstep.errors import InputError
 from lockstep.launch import cores
 from lockstep.launch import world as _world
-from lockstep.launch.devices import Device
-from lockstep.launch.processes import group
-from lockstep.launch.processes.call import Call, Setup
-from lockstep.launch.processes.failure_records import Record
-from lockstep.launch.processes.modes import Modes
+from lockstep.launch.processes import call, group
+from lockstep.launch.processes.failure_records import Failure
+from lockstep.launch.processes.modes import entered
 from lockstep.launch.processes.pickling import dumps
 from lockstep.launch.world import World
 
@@ -60,98 +56,78 @@ class Channel:
             with self._lock:
                 self._connection.send_bytes(body)
 
-    def emit(self, event: Any) -> None:
-        """Send an event."""
-        self.send(EVENT, event)
-
     def next(self) -> bytes:
         """Return what the other process sends next, as soon as there is something."""
         return self._connection.recv_bytes()
 
 
-_channel: Channel
-"""This process's."""
-
-
-@dataclass(eq=False)
-class WorkerContext:
-    """What a worker has to do with: its number and device, and the caller's modes.
-
-    Attributes:
-        blocks: files that the caller has open too.
-        channel: the way to the caller. Only heads go there, a few kilobytes at most; what is large
-            goes in blocks.
-    """
-
-    number: int
-    device: Device
-    modes: Modes
-    blocks: Sequence[int]
-    channel: Channel
-
-
-_worker: WorkerContext | None = None
-
-
-def current_worker() -> WorkerContext | None:
-    """Return the context of this process, where it is a worker."""
-    return _worker
-
-
-def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -> NoReturn:
+def run(number: int, channel_file: int, call_file: int, *blocks: int) -> NoReturn:
     """Live as rank ``number``, with these open files; one with ``blocks`` is a worker of a map."""
-    global _channel
-    _channel = Channel(channel_file)
-    call = Call(call_file)
-    is_worker = bool(blocks)
+    channel = Channel(channel_file)
+    whole, board = call.mapped(call_file)
+
+    def fail(error: BaseException) -> NoReturn:
+        """Tell of a failure, and end."""
+        moment = time.monotonic()  # before anything else: the earliest is the one to blame
+        failure = Failure.of(error, moment, number, board[number])
+        if number > 0 and not blocks:  # kept in the rank's log; rank 0's would be shown twice
+            with contextlib.suppress(Exception):
+                sys.stderr.write(failure.traceback)
+        _flush()  # before it is known: a rank that was heard may be killed
+        channel.send(FAILURE, failure)
+        os._exit(1)
+
     try:
         _own_streams()
-        fn, args, setup = call.read()
+        setup, fn, args = call.read(whole)
         # as Python does with its own at each fork; else all ranks would draw the same
         numpy.random.seed()
-        if is_worker:
-            device = setup.devices[number]
-            _work(fn, args, WorkerContext(number, device, setup.modes, blocks, _channel))
-            _channel.send(RESULT, None)
-        else:
-            _call(fn, args, setup, number, call.board)
+        devices = setup.groups[number]
+        with entered(setup.modes):
+            if blocks:
+                _work(fn, args, World(devices=devices), channel, blocks)
+            else:
+                size = len(setup.groups)
+                world = World(
+                    rank=number,
+                    size=size,
+                    devices=devices,
+                    local_rank=number,
+                    local_size=size,
+                    folder=setup.folder,
+                    emit=lambda event: channel.send(EVENT, event),
+                    print=lambda text: channel.send(TEXT, text),
+                    fail=fail,
+                )
+                world._board = board
+                _call(fn, args, setup, world, channel)
     except BaseException as error:
-        _fail(error, number, call.board)
-    if is_worker:  # it has nobody to take leave of; what is registered for the exit takes 0.1 s
-        _flush()
-        os._exit(0)
-    _end()
+        fail(error)
+    # A Python process ends so, but for destructors, which may wait for ranks that are gone.
+    if not blocks:  # a worker has nobody to take leave of: what follows takes 0.1 s
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()  # which ends loader workers, among others
+    _flush()
+    os._exit(0)
 
 
 def _call(
-    fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: int, board: memoryview
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    setup: call.Setup,
+    world: World,
+    channel: Channel,
 ) -> None:
     """Call the function as a rank, in a process group, and send its result."""
-    size = len(setup.groups)
     os.environ |= {
-        "RANK": str(number),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(number),
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.rank),
     }  # as libraries expect
-    world = World(
-        rank=number,
-        size=size,
-        devices=setup.groups[number],
-        local_rank=number,
-        local_size=size,
-        folder=setup.folder,
-        emit=_channel.emit,
-        print=lambda text: _channel.send(TEXT, text),
-        fail=lambda error: _fail(error, number, board),
-    )
-    world._board = board
-    assert setup.rendezvous is not None
     if len(set(setup.devices)) < len(setup.devices):
         world.backend = "gloo"  # NCCL wants a device for each rank
-    store = FileStore(setup.rendezvous, size)
-    group.join(world, store, setup.timeout)
-    with setup.modes.entered():
-        result = fn(world, *args)
+    group.join(world, FileStore(setup.rendezvous, world.size), setup.timeout)
+    result = fn(world, *args)
     try:
         body = dumps((RESULT, result))
     except Exception as error:
@@ -162,20 +138,7 @@ def _call(
     if world.in_step:
         _end_together(world)
     group.leave(world)
-    _channel.write(body)
-
-
-def _fail(error: BaseException, number: int, board: memoryview) -> NoReturn:
-    """Tell of a failure, and end."""
-    moment = time.monotonic()  # before anything else: the earliest is the one to blame
-    record = Record.of(error, moment, number, board[number])
-    if (
-        number > 0 and current_worker() is None
-    ):  # kept in the rank's log; rank 0's would be shown twice
-        _print(record.traceback)
-    _flush()  # before it is known: a rank that was heard may be killed
-    _channel.send(FAILURE, record)
-    os._exit(1)
+    channel.write(body)
 
 
 def _end_together(world: World) -> None:
@@ -191,50 +154,35 @@ def _end_together(world: World) -> None:
         ) from None
 
 
-def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext) -> None:
+def _work(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world: World,
+    channel: Channel,
+    blocks: tuple[int, ...],
+) -> None:
     """Call the function as a worker, on its device."""
-    global _worker
     # It isn't pinned to the cores of its slot, as ranks are: it has no equals to be in step with,
     # and the caller, whose thread also computes, takes now the one core and now the other.
-    cores.settle(context.device)
-    _world.enter(World(devices=(context.device,)))
-    _worker = context
+    cores.settle(world.device)
+    _world.enter(world)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # it is alone, whatever its caller is
         os.environ.pop(name, None)
-    fn(context, *args)
+    fn(world, channel, blocks, *args)
+    channel.send(RESULT, None)
 
 
 def _own_streams() -> None:
     """Let what is printed come out at once, line by line, and a crash in compiled code say where
     it was.
     """
-    sys.stdout = sys.__stdout__ = _lines_to(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _lines_to(2)  # type: ignore[misc]
-    faulthandler.enable(sys.stderr)
-
-
-def _lines_to(number: int) -> TextIOWrapper:
-    return open(
-        number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-    )
-
-
-def _end() -> NoReturn:
-    """End as a Python process ends, but without destructors, which may wait for ranks that are gone."""
-    code = 0
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()  # which ends loader workers, among others
-    except BaseException as error:
-        _print(f"at exit: {error!r}\n")
-        code = 1
-    _flush()
-    os._exit(code)
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(Exception):
-        sys.stderr.write(text)
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        stream = open(  # noqa: SIM115
+            number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    faulthandler.enable()
 
 
 def _flush() -> None:

@@ -17,66 +17,44 @@ END_OF_CALLBACKS = "the end of callbacks"
 """What ranks meet at that have no call of a callback's to make."""
 
 
-class Meeting:
-    """One meeting of all ranks.
+def agree(
+    what: str, name: str, rank: int, size: int, waits: float, is_gone: Callable[[int], bool]
+) -> None:
+    """Wait until every rank is here with the same words.
 
     Args:
-        name: the same on every rank, and of no other meeting.
+        what: the words.
+        name: of this meeting, the same on every rank, and of no other meeting.
         rank: this one.
         size: how many ranks there are.
+        waits: seconds, at most.
+        is_gone: whether a rank has gone further, so that it won't come.
+
+    Raises:
+        InputError: another rank hasn't come, or with other words. The message is the same on all
+            ranks, since any may be the first to fail.
     """
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"{name}/{number}" for number in range(size)]
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        self._store = dist.distributed_c10d._get_default_store()
-        self._name = name
-        self._rank = rank
-        self._size = size
+    def missing(ranks: Iterable[int]) -> list[int]:
+        return [number for number in ranks if not store.check([keys[number]])]
 
-    def wait(self, what: str, waits: float, is_gone: Callable[[int], bool]) -> None:
-        """Wait until every rank is here with the same words.
+    store.set(keys[rank], what)
+    end = time.monotonic() + waits
+    while late := missing(range(size)):
+        # (Asked again, since it may have come, and gone on, meanwhile.)
+        gone = missing(filter(is_gone, late))
+        if gone or time.monotonic() > end:
+            ranks = gone or late
+            named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            text = f"{what} must happen on every rank, but {named} continued without it"
+            raise InputError(text)
+        time.sleep(1e-3)
 
-        Args:
-            what: the words.
-            waits: seconds, at most.
-            is_gone: whether a rank has gone further, so that it won't come.
-
-        Raises:
-            InputError: another rank hasn't come, or with other words.
-        """
-        self._store.set(self._key(self._rank), what)
-        end = time.monotonic() + waits
-
-        while late := self._missing(range(self._size)):
-            # (Asked again, since it may have come, and gone on, meanwhile.)
-            gone = self._missing(filter(is_gone, late))
-            if gone or time.monotonic() > end:
-                ranks = gone or late
-                plural = "s" if len(ranks) > 1 else ""
-                named = f"rank{plural} {', '.join(map(str, ranks))}"
-                raise InputError(
-                    f"{what} must happen on every rank, but {named} continued without it"
-                )
-            time.sleep(1e-3)
-
-        self._compare([self._store.get(self._key(rank)).decode() for rank in range(self._size)])
-
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/{rank}"
-
-    def _missing(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that haven't come."""
-        return [rank for rank in ranks if not self._store.check([self._key(rank)])]
-
-    def _compare(self, calls: list[str]) -> None:
-        """Refuse ranks that came for something else.
-
-        The words are the same on all ranks, since any may be the first to fail.
-
-        Raises:
-            InputError: two calls differ.
-        """
-        if len(set(calls)) == 1:
-            return
+    calls = [store.get(key).decode() for key in keys]
+    if len(set(calls)) > 1:
         call = next(one for one in calls if one != END_OF_CALLBACKS)
-        rank, other = next((rank, one) for rank, one in enumerate(calls) if one != call)
-        raise InputError(f"{call} must happen on every rank, but rank {rank} reached {other}")
+        other = next(number for number, one in enumerate(calls) if one != call)
+        text = f"{call} must happen on every rank, but rank {other} reached {calls[other]}"
+        raise InputError(text)

@@ -25,11 +25,10 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Self
 
-from lockstep.errors import RankFailed, RunError
+from lockstep.errors import RankFailed
 from lockstep.launch.devices import Device
 from lockstep.launch.processes import call, failure_records, fork_server
-from lockstep.launch.processes.failure_records import Death, Record
-from lockstep.launch.processes.fork_server import REPORT, Report
+from lockstep.launch.processes.failure_records import Failure
 from lockstep.launch.processes.rank import EVENT, FAILURE, TEXT
 from lockstep.run.terminal import to_own_streams
 
@@ -76,9 +75,9 @@ class Rank:
         life: this end of the connection that lasts as long as the rank.
         log: the file of what it prints; None where it comes out here.
         log_start: the bytes of the log that earlier launches wrote.
-        ended: how it ended, once it has.
-        has_result, result: what its function returned, once it has.
-        record: its own account of its failure.
+        has_ended: whether its process is gone.
+        result: what its function returned, in a list; None until it has.
+        failure: how it has failed.
     """
 
     number: int
@@ -87,15 +86,9 @@ class Rank:
     life: socket.socket
     log: IO[bytes] | None = None
     log_start: int = 0
-    ended: Report | None = None
-    has_result: bool = False
-    result: Any = None
-    record: Record | None = None
-
-    @property
-    def heard(self) -> bool:
-        """Whether it has reported a result or a failure, or is gone."""
-        return self.record is not None or self.has_result or self.ended is not None
+    has_ended: bool = False
+    result: list[Any] | None = None
+    failure: Failure | None = None
 
     def last_words(self) -> str:
         """Return the end of what was written to its log since this launch began."""
@@ -143,10 +136,12 @@ class Supervisor:
         with contextlib.ExitStack() as stack:
             self._stack = stack
             file = stack.enter_context(call.write(setup, body))
-            self.board = stack.enter_context(call.Call(file.fileno()).board)
+            _, board = call.mapped(file.fileno())
+            self.board = stack.enter_context(board)
             try:
                 for number, devices in enumerate(setup.groups):
-                    self._start(number, devices, file.fileno(), log_of(number), blocks_of(number))
+                    files = [file.fileno(), *blocks_of(number)]
+                    self._start(number, devices, log_of(number), files)
             finally:
                 # It comes before all that the ranks write to is closed.
                 stack.callback(self._stop)
@@ -159,12 +154,7 @@ class Supervisor:
         self._stack.close()
 
     def _start(
-        self,
-        number: int,
-        devices: Sequence[Device],
-        file: int,
-        log: IO[bytes] | None,
-        blocks: Sequence[int],
+        self, number: int, devices: Sequence[Device], log: IO[bytes] | None, files: list[int]
     ) -> None:
         """Start a rank; the ends of the pipes that belong to it are closed here."""
         with contextlib.ExitStack() as theirs:
@@ -178,7 +168,7 @@ class Supervisor:
             else:
                 before = self._stack.enter_context(log).seek(0, os.SEEK_END)
                 out = err = log.fileno()
-            life = fork_server.start_rank(number, [file, its.fileno(), out, err, *blocks])
+            life = fork_server.start_rank(number, [out, err, its.fileno(), *files])
         rank = Rank(number, devices, ours, self._stack.enter_context(life), log, before)
         self._hears[ours] = partial(self._hear, rank)
         self._hears[life] = partial(self._hear_end, rank)
@@ -203,48 +193,44 @@ class Supervisor:
 
     def watch(self) -> None:
         """Wait until all ranks have ended; raise where one has failed."""
-        while any(rank.ended is None for rank in self.ranks):
-            now = time.monotonic()
-            if self.failed_at is None:
-                self.turn(None)
-                continue
-            limit = self.failed_at + _PATIENCE
-            if now >= limit or all(rank.heard for rank in self.ranks):
-                limit = self._kill() + _KILLING
-                if now >= limit:
-                    break
-            self.turn(limit - now)
-        self._drain()
+        while not all(rank.has_ended for rank in self.ranks):
+            seconds = None
+            if self.failed_at is not None:
+                seconds = self.failed_at + _PATIENCE - time.monotonic()
+                if seconds <= 0 or not self._silent():
+                    seconds = self._kill() + _KILLING - time.monotonic()
+                    if seconds <= 0:
+                        break
+            self.turn(seconds)
+        limit = time.monotonic() + 1.0  # a child of the rank may write on, or hold the pipe
+        for pipe, lines in self._lines.items():
+            while time.monotonic() < limit and self._relay(pipe):
+                """There may be more."""
+            lines.end()
         failures = self.failures()
         if failures:
-            self._raise(failures)
+            first = failure_records.guilty(failures)
+            devices = self.ranks[first.rank].devices
+            raise failure_records.to_raise(first, devices, self._silent())
 
     def turn(self, seconds: float | None) -> None:
         """Hear what has come, and wait at most so long for it; None: until something comes.
 
         Raises:
-            RunError: a rank could not be started, or the process that forks them has died.
+            RankFailed: the process that forks the ranks has died.
         """
         for source in wait(list(self._hears), seconds):
             if source in self._hears:  # else another one has ended it meanwhile
                 self._hears[source]()
 
-    def failures(self) -> list[Record | Death]:
+    def failures(self) -> list[Failure]:
         """Return the failures of the ranks that have failed so far."""
-        found: list[Record | Death] = []
-        for rank in self.ranks:
-            if rank.record is not None:
-                found.append(rank.record)
-            elif rank.ended is not None and not rank.has_result and not self._is_killed(rank.ended):
-                step = self.board[rank.number]
-                end = rank.ended
-                found.append(Death(rank.number, end.time, step, end.code, rank.last_words()))
-        return found
+        return [rank.failure for rank in self.ranks if rank.failure is not None]
 
-    def _is_killed(self, end: Report) -> bool:
-        """Return whether a rank was killed here, for another's failure."""
-        is_later = self._killed_at is not None and end.time >= self._killed_at
-        return is_later and end.code == -signal.SIGKILL
+    def _silent(self) -> list[int]:
+        """Return the ranks that have reported neither a result nor a failure."""
+        ranks = [rank for rank in self.ranks if rank.result is None and rank.failure is None]
+        return [rank.number for rank in ranks]
 
     # ---- hearing ---------------------------------------------------------------------------------
 
@@ -252,25 +238,25 @@ class Supervisor:
         """Take note of how a rank has ended."""
         data = b""
         with contextlib.suppress(ConnectionError):
-            data = rank.life.recv(REPORT.size)
+            data = rank.life.recv(fork_server.REPORT.size)
         del self._hears[rank.life]
-        if data:
-            rank.ended = Report(*REPORT.unpack(data))
-        elif self._killed_at is None:
+        if not data and self._killed_at is None:
             raise RankFailed(
                 "the process that forks the ranks has died, and they with it: launch again"
             )
-        else:
-            rank.ended = Report(-signal.SIGKILL, 0, time.monotonic())
-        if rank.ended.error:
-            why = os.strerror(rank.ended.error)
-            raise RunError(f"rank {rank.number} could not be started: {why}")
+        rank.has_ended = True
         while rank.channel.poll() and self._hear(rank):
             """All that it sent before it ended is there by now."""
-        if not rank.has_result:
-            self._note_failure()
+        if rank.result is None and rank.failure is None and data:
+            code, moment = fork_server.REPORT.unpack(data)
+            if self._killed_at is None or moment < self._killed_at or code != -signal.SIGKILL:
+                step = self.board[rank.number]
+                words = rank.last_words()
+                self._note(rank, Failure.of_end(code, moment, rank.number, step, words))
 
-    def _note_failure(self) -> None:
+    def _note(self, rank: Rank, failure: Failure) -> None:
+        """Note that a rank has failed."""
+        rank.failure = failure
         if self.failed_at is None:
             self.failed_at = time.monotonic()
 
@@ -281,20 +267,13 @@ class Supervisor:
         except (EOFError, OSError):
             self._hears.pop(rank.channel, None)
             return False
-        try:
-            kind, value = pickle.loads(body)
-        except Exception as error:
-            raise RunError(
-                f"what rank {rank.number} has sent can't be read here: {error}"
-            ) from error
+        kind, value = pickle.loads(body)
         if kind == FAILURE:
-            rank.record = value
-            self._note_failure()
+            self._note(rank, value)
         elif kind == TEXT:
             self._on_output(f"{value}\n", "stderr")
         elif kind != EVENT:
-            rank.has_result = True
-            rank.result = value
+            rank.result = [value]
         elif self._on_event is not None:
             self._on_event(rank.number, value)
         return True
@@ -307,14 +286,6 @@ class Supervisor:
         elif data is not None:  # the end, not only a pause
             self._hears.pop(pipe, None)
         return bool(data)
-
-    def _drain(self) -> None:
-        """Pass on what is left of the output, without waiting for who may still hold the pipe."""
-        limit = time.monotonic() + 1.0
-        for pipe, lines in self._lines.items():
-            while time.monotonic() < limit and self._relay(pipe):
-                """There may be more."""
-            lines.end()
 
     # ---- ending ----------------------------------------------------------------------------------
 
@@ -333,19 +304,7 @@ class Supervisor:
             return
         limit = self._kill() + _KILLING
         for rank in self.ranks:
-            rank.life.settimeout(max(0.01, limit - time.monotonic()))
-            with contextlib.suppress(OSError):
-                # The forking process closes the connection when the rank has gone.
-                while rank.life.recv(REPORT.size):
-                    """Its report."""
-
-    def _raise(self, failures: list[Record | Death]) -> None:
-        """Raise the failure that came first."""
-        first = failure_records.guilty(failures)
-        failed = {failure.rank for failure in failures}
-        silent = []
-        for rank in self.ranks:
-            if not rank.has_result and rank.number not in failed:
-                silent.append(rank.number)
-        error = failure_records.to_raise(first, self.ranks[first.rank].devices, silent)
-        raise error from error.__cause__
+            if not rank.has_ended:
+                rank.life.settimeout(max(0.01, limit - time.monotonic()))
+                with contextlib.suppress(OSError):
+                    rank.life.recv(fork_server.REPORT.size)
