@@ -88,7 +88,10 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ("train a_job.py --set bad=x", "--set bad: 'x' is not a whole number"),
         ("train a_job.py --set loss", "--set key=value"),
         ("train a_job.py --set loss=vector", r"returned a tensor of shape \(8,\)"),
-        ("train a_job.py --set loss=mse", r"can't take outputs \(8, 3\) and targets \(8,\)"),
+        (
+            "train a_job.py --set loss=mse",
+            r"can't take outputs float32\(8, 3\) and targets int64\(8,\)",
+        ),
         ("train a_job.py --set empty=true", "train_data: it is empty"),
         (
             "train a_job.py --set optimizer=drops",
@@ -105,7 +108,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ),
         (
             "train a_job.py --set loss=mse --devices 2xcpu",
-            r"can't take outputs \(4, 3\) and targets \(4,\)",
+            r"can't take outputs float32\(4, 3\) and targets int64\(4,\)",
         ),
         (
             "train a_job.py --microbatches 2",

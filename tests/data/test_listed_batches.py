@@ -18,9 +18,8 @@ import lockstep
 
 from harness import parity  # isort: skip
 from lockstep import Job, train
-from lockstep.data import Loader, listed_batches
+from lockstep.data import Loader, order
 from lockstep.data.costs import costs_of
-from lockstep.data.listed_batches import ListLoader
 from lockstep.errors import JobError, RunError
 from lockstep.tensors.rows import share_sizes, sizes_by_cost
 from lockstep.training.records.audit import added_up
@@ -174,8 +173,8 @@ def numbers(n: int = SAMPLES) -> TensorDataset:
     return TensorDataset(torch.arange(n), torch.arange(n))
 
 
-def loader_of(batches: Any, **settings: Any) -> ListLoader:
-    return ListLoader(numbers(), batches=batches, batch_size=8, **settings)
+def loader_of(batches: Any, **settings: Any) -> Loader:
+    return Loader(numbers(), batches=batches, batch_size=8, **settings)
 
 
 def samples_of(loader: Loader, epoch: int = 0, start: int = 0) -> list[list[int]]:
@@ -217,7 +216,7 @@ def test_what_has_a_length_is_counted() -> None:
 
 
 def test_batches_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listed_batches, "_MOST", 100)
+    monkeypatch.setattr(order, "_MOST", 100)
     with pytest.raises(JobError, match="for epoch 0 it gave more than 100 batches: let it end"):
         loader_of(lambda epoch: itertools.repeat([0]))
 
@@ -306,9 +305,8 @@ def test_parts_are_of_like_cost() -> None:
 @pytest.mark.parametrize("batches", [None, listed])
 def test_local_batches_are_cut_by_cost_in_the_order_of_the_batch(batches: Any) -> None:
     settings: dict[str, Any] = {"batch_size": 12, "world_size": 3, "accumulate": 2}
-    kind = Loader if batches is None else ListLoader
     *ranks, of_all = [
-        kind(numbers(), batches=batches, cut_by=LENGTHS, rank=rank, workers=0, **settings)
+        Loader(numbers(), batches=batches, cut_by=LENGTHS, rank=rank, workers=0, **settings)
         for rank in (0, 1, 2, None)
     ]
     for first, *others, every in zip(*(r.epoch(1) for r in ranks), of_all.epoch(1), strict=True):
@@ -368,7 +366,7 @@ def test_a_run_is_resumed_within_an_epoch_of_its_own_batches(
         "".join(path.read_text() for path in sorted((run.folder / "audit").iterdir())),
     )
     used = [int(i) for part in written for i in part.split(", ")]
-    loader = ListLoader(Texts(), batches=FUNCTIONS[function], batch_size=8, collate=padded)
+    loader = Loader(Texts(), batches=FUNCTIONS[function], batch_size=8, collate=padded)
     assert used == samples_of(loader, 1)[2]
 
     other = train(job, quiet=True, folder=tmp_path, steps=10)

@@ -88,11 +88,11 @@ def test_a_list_of_batches_is_a_nesting() -> None:
 def test_the_size_is_that_of_the_first_tensor_that_has_one() -> None:
     assert batch_size_of({"n": 3, "scale": torch.tensor(2.0), "x": torch.zeros(7, 2)}) == 7
     with pytest.raises(
-        InputError, match=r"inputs are {'n': int}, without a tensor that has a batch"
+        InputError, match=r"inputs are dict\(n=int\), without a tensor that has a batch"
     ):
         batch_size_of({"n": 3})
     plain = Record(torch.zeros(4, 2))
-    with pytest.raises(InputError, match=r"inputs are \[Record\], without a tensor"):
+    with pytest.raises(InputError, match=r"inputs are list\(Record\), without a tensor"):
         batch_size_of([plain])
 
 
@@ -111,13 +111,13 @@ def test_a_list_of_samples_that_nobody_padded_is_named_in_one_line() -> None:
     ragged = [torch.zeros(3), torch.zeros(4), torch.zeros(5)]
     with pytest.raises(
         InputError,
-        match=r"Linear's forward\(input\) can't take \[float32\(3,\), .*pad samples of different",
+        match=r"Linear's forward\(input\) can't take list\(float32\(3,\), .*pad samples of different",
     ):
         call(torch.nn.Linear(8, 2), ragged)
-    with pytest.raises(InputError, match=r"float32\(3,\), ... 12 in all\]"):
+    with pytest.raises(InputError, match=r"float32\(3,\), ... 12 in all\)"):
         call(torch.nn.Linear(8, 2), [torch.zeros(3)] * 12)
     with pytest.raises(
-        InputError, match=r"can't take {'x': float32\(2, 8\)}: .* is passed by its names"
+        InputError, match=r"can't take dict\(x=float32\(2, 8\)\): .* is passed by its names"
     ):
         call(torch.nn.Linear(8, 2), {"x": torch.zeros(2, 8)})
 
@@ -199,9 +199,9 @@ def test_what_an_instance_has_in_place_of_its_class_is_kept() -> None:
     assert cut(Scaled(X, 0.5), 1, 2, 6).scale == 0.5
 
 
-def test_a_list_of_a_class_of_ones_own_is_described_as_a_list() -> None:
-    assert described(torch.Size([2, 3])) == "(int, int)"
-    assert described(torch.Size(range(9))) == "(int, int, int, ... 9 in all)"
+def test_a_list_is_described_by_its_class_and_its_first_items() -> None:
+    assert described(torch.Size([2, 3])) == "Size(int, int)"
+    assert described(torch.Size(range(9))) == "Size(int, int, int, ... 9 in all)"
 
 
 def test_a_mapping_of_any_class_keeps_its_own_items() -> None:

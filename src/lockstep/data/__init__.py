@@ -9,7 +9,6 @@
     loader_workers.py  the same in loader workers
     costs.py           what samples cost, by which batches are cut
     loader.py          all of that, epoch by epoch
-    listed_batches.py  the same in global batches that a person's function lists
     copy_ahead.py      batches copied to an accelerator while the one before is used
     stream.py          the same for a stream: every rank reads it, and keeps its share
     dataset_state.py   the state of a dataset that has one

@@ -77,16 +77,18 @@ class Fetcher(SampleMaker):
     """Gives ``(inputs, targets)`` for indices of a map-style dataset.
 
     Args:
-        given: a dataset, or a ``Subset`` of one, which is looked up.
+        given: a dataset, or a ``Subset`` of one.
+        pin: whether the rows of a tensor dataset are to be in pinned memory.
         settings: of ``SampleMaker``.
 
     Attributes:
         tensors: inputs and targets of a tensor dataset, to be indexed directly; None otherwise.
     """
 
-    def __init__(self, given: Any, **settings: Any) -> None:
+    def __init__(self, given: Any, *, pin: bool = False, **settings: Any) -> None:
         super().__init__(base_of(given), **settings)
         self.tensors: tuple[Tensor, Tensor] | None = None
+        self._pin = pin
         self._lookup = lookup_of(given)
         self._whole = callable(getattr(self.dataset, "__getitems__", None))
         self._draws = getattr(given, "draws_random", self._draws)
@@ -96,21 +98,28 @@ class Fetcher(SampleMaker):
             self._draws = False
             self.tensors = _pair_of_tensors(self.dataset, self._name)
 
-    def __call__(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
+    def __call__(self, epoch: int, shares: Sequence[Any]) -> list[Pair]:
         """Return inputs and targets of each share.
 
         The three random states are as before afterwards.
 
         Args:
             epoch: the number of the epoch.
-            shares: the indices of each, of one sample at least.
+            shares: the indices of each, of one sample at least; of a tensor dataset they may be
+                tensors.
 
         Raises:
             SampleError: a sample raised; its index is named.
             JobError: samples aren't pairs, or can't be put together.
         """
+        if self.tensors is not None:
+            return [self._indexed(self.tensors, share) for share in shares]
+        pairs = []
         with kept_states() if self._draws else nullcontext():
-            return [self._pair(epoch, share) for share in shares]
+            for share in shares:
+                samples = self._samples(epoch, share)
+                pairs.append(self._together(samples, epoch, self._number(share[0])))
+        return pairs
 
     def with_parts(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
         """Return inputs and targets of some samples, and of parts of them.
@@ -127,106 +136,70 @@ class Fetcher(SampleMaker):
             JobError: samples aren't pairs, or can't be put together.
         """
         if self.tensors is not None:
-            return [self.indexed(torch.as_tensor(share)) for share in shares]
+            return self(epoch, shares)
 
         whole = shares[0]
         state = self.dataset.state_dict() if has_state(self.dataset) else None
         pairs = []
         with kept_states(), kept_generators(self.dataset):
-            samples = self._samples(epoch, self._indices(whole), whole)
-            by_index = dict(zip(whole, samples, strict=True))
+            by_index = dict(zip(whole, self._samples(epoch, whole), strict=True))
             for share in shares:
                 copies = [own_copy(by_index[i]) for i in share]
-                pairs.append(self._together(copies, epoch, self._indices(share[:1])[0]))
+                pairs.append(self._together(copies, epoch, self._number(share[0])))
 
         if state is not None:
             self.dataset.load_state_dict(state)
         return pairs
 
-    def _pair(self, epoch: int, share: Sequence[int]) -> Pair:
-        """Return inputs and targets of one share."""
-        if self.tensors is not None:
-            return self.indexed(torch.as_tensor(share))
-        indices = self._indices(share)
-        samples = self._samples(epoch, indices, share)
-        return self._together(samples, epoch, indices[0])
+    def _number(self, index: int) -> int:
+        """Return the index of a sample in the dataset under any ``Subset``."""
+        return index if self._lookup is None else int(self._lookup[index])
 
-    def _indices(self, share: Sequence[int]) -> Sequence[int]:
-        """Return the indices of samples in the dataset under any ``Subset``."""
-        if self._lookup is None:
-            return share
-        found: list[int] = self._lookup[torch.as_tensor(share)].tolist()
-        return found
-
-    @property
-    def held_on(self) -> torch.device | None:
-        """The accelerator that has a whole tensor dataset; None for a ``Subset``, whose indices
-        are looked up here.
-        """
-        if self.tensors is None or self._lookup is not None:
-            return None
-        inputs, targets = self.tensors
-        return None if inputs.is_cpu or inputs.device != targets.device else inputs.device
-
-    def indexed(self, share: Tensor, pin: bool = False) -> Pair:
+    def _indexed(self, tensors: tuple[Tensor, Tensor], share: Any) -> Pair:
         """Return the rows of a tensor dataset that are a share."""
-        assert self.tensors is not None
-        at = share if self._lookup is None else self._lookup[share]
-        return _rows(self.tensors[0], at, pin), _rows(self.tensors[1], at, pin)
+        at = torch.as_tensor(share)
+        if self._lookup is not None:
+            at = self._lookup[at]
+        return _rows(tensors[0], at, self._pin), _rows(tensors[1], at, self._pin)
 
-    def _samples(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
-        """Return the samples of some indices.
-
-        Args:
-            epoch: the number of the epoch.
-            indices: in the dataset under any ``Subset``.
-            share: the same samples in the dataset that was given, for messages.
-        """
+    def _samples(self, epoch: int, share: Sequence[int]) -> list[Any]:
+        """Return the samples of some indices."""
         if self._whole:
-            samples = self._at_once(indices, share)
+            samples = self._at_once(share)
             if samples is not None:
                 return samples
-        return self._one_by_one(epoch, indices, share)
+            self._whole = False
+        return self._one_by_one(epoch, share)
 
-    def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
-        """Return the samples by one call, or None where they draw random numbers, which one seed
-        for all would get wrong.
+    def _at_once(self, share: Sequence[int]) -> list[Any] | None:
+        """Return the samples by one call, or None where that fails, or they draw random numbers,
+        which one seed for all would get wrong.
         """
         before = states() if self._draws else None
         try:
-            samples = list(self.dataset.__getitems__(list(indices)))
-        except Exception as error:
-            shown = ", ".join(map(str, share[:3]))
-            if len(share) > 3:
-                shown += ", ..."
-            raise SampleError(
-                f"{self._name}: fetching samples {shown} raised {error_line(error)}"
-            ) from error
-
-        if before is not None and not same(before, states()):
-            self._whole = False
+            samples = list(self.dataset.__getitems__(list(map(self._number, share))))
+        except Exception:  # one by one, the sample that raises is named
             return None
-
         if len(samples) != len(share):
             raise JobError(
                 f"{self._name}: its __getitems__ gave {len(samples)} samples for {len(share)} "
                 "indices"
             )
+        return samples if before is None or same(before, states()) else None
 
-        return samples
-
-    def _one_by_one(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
+    def _one_by_one(self, epoch: int, share: Sequence[int]) -> list[Any]:
         """Return the samples by a call for each, under random numbers of its own."""
         state = absorbed(self._stream, epoch)
         samples = []
-        for index, number in zip(indices, share, strict=True):
+        for index in share:
+            number = self._number(index)
             if self._draws:
-                seed_all(absorbed(state, index) >> 1)
+                seed_all(absorbed(state, number) >> 1)
             try:
-                samples.append(self.dataset[index])
+                samples.append(self.dataset[number])
             except Exception as error:
                 raise SampleError(
-                    f"{self._name}: sample {number} raised {error_line(error)}"
+                    f"{self._name}: sample {index} raised {error_line(error)}"
                 ) from error
 
         return samples

@@ -6,7 +6,6 @@ import warnings
 from typing import Any, Unpack
 
 from lockstep.data.fingerprint import same_on_every_rank
-from lockstep.data.listed_batches import ListLoader
 from lockstep.data.loader import AnyLoader, Loader
 from lockstep.data.source import is_stream, resolve
 from lockstep.data.stream import StreamLoader
@@ -58,10 +57,7 @@ def batches(dataset: Any, batch_size: int, **settings: Unpack[LoaderFields]) -> 
 
 def _loader(dataset: Any, **settings: Any) -> AnyLoader:
     """Return the loader of a dataset, with settings of ``AnyLoader``."""
-    if is_stream(dataset):
-        return StreamLoader(dataset, **settings)
-    kind = Loader if settings.get("batches") is None else ListLoader
-    return kind(dataset, **settings)
+    return (StreamLoader if is_stream(dataset) else Loader)(dataset, **settings)
 
 
 def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:

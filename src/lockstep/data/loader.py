@@ -13,14 +13,14 @@ import torch
 from lockstep.data.copy_ahead import copied_ahead
 from lockstep.data.costs import costs_of
 from lockstep.data.dataset_state import state_of
-from lockstep.data.fetch import Collate, Fetcher, Pair, number_of
+from lockstep.data.fetch import Collate, Fetcher, number_of
 from lockstep.data.loader_workers import Workers, workers_here
-from lockstep.data.order import by_person, permutation
+from lockstep.data.order import by_person, listed, permutation
 from lockstep.data.shares import Batch, Cutting, Row, over_ranks
-from lockstep.errors import JobError
+from lockstep.errors import JobError, RunError
 from lockstep.launch import world as _world
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import may_pin, to_device
+from lockstep.tensors.pytree import may_pin
 
 _KEPT = 4
 """States that are kept: of the batch in use, of one that is copied ahead, and of one that shows
@@ -123,17 +123,12 @@ class AnyLoader(ABC):
         self._places = [] if any(place.type == "cpu" for place in places) else places
         self._pin = bool(self._places) and may_pin(self._places[0])
 
-        self._fetching = self._fetcher()
         self._count = self._count_of_workers(workers)
+        self._fetching = self._fetcher()
         self._workers: Workers | None = None
         self._are_stale = bool(self._count)
         self._states: dict[tuple[int, int], Any] | None = None  # by epoch and position
         self._next = 0
-
-    @property
-    def _held_on(self) -> torch.device | None:
-        """The accelerator that has the whole dataset already, where one has."""
-        return None
 
     @abstractmethod
     def _fetcher(self) -> Any:
@@ -176,9 +171,7 @@ class AnyLoader(ABC):
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
-        if set(self._places) <= {self._held_on}:
-            return batches
-        return copied_ahead(batches, self._places)
+        return copied_ahead(batches, self._places) if self._places else batches
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -250,30 +243,30 @@ class Loader(AnyLoader):
         if self._cut_by is not None:
             self._cutting.costs = costs_of(self._cut_by, self._length)
 
-        self._count_samples()
-        return Fetcher(self._dataset, **self._making)
-
-    def _count_samples(self) -> None:
-        """Find out how many samples the first epoch has."""
         self._held: tuple[int, Any] | None = None  # the last epoch asked for
-        self.samples = len(self.orders(0))
-
-    @property
-    def _held_on(self) -> torch.device | None:
-        return None if self._count else self._fetching.held_on
+        order = self._order(0)
+        self.samples = len(order) if self._lists_by_person is None else sum(map(len, order))
+        self._first = self._number_in(order)
+        fetcher = Fetcher(self._dataset, pin=self._pin and not self._count, **self._making)
+        if fetcher.tensors is not None and {t.device for t in fetcher.tensors} == set(self._places):
+            self._places = []
+        return fetcher
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch (the first)."""
-        assert self.samples is not None
-        return -(-self.samples // self._cutting.batch_size)
+        return self._first
 
     def batches_of(self, epoch: int) -> int | None:
-        """Return the number of global batches of this epoch: the person's order may give epochs
+        """Return the number of global batches of this epoch: the person's function may give epochs
         of different lengths.
         """
-        if self._by_person is None:
-            return len(self)
-        return -(-len(self.orders(epoch)) // self._cutting.batch_size)
+        return self._number_in(self._order(epoch)) if self._is_by_person else self._first
+
+    def _number_in(self, order: Any) -> int:
+        """Return the number of global batches of an order."""
+        if self._lists_by_person is not None:
+            return len(order)
+        return -(-len(order) // self._cutting.batch_size)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         set_epoch = getattr(self._dataset, "set_epoch", None)
@@ -285,9 +278,16 @@ class Loader(AnyLoader):
             some = torch.arange(0, self._length, -(-self._length // _COMPARED))
             self._compare("cut_by: the costs", self._cutting.costs(some), "sample")
 
-        rows = self._rows(epoch, start)
+        # Loader workers are asked ahead of what is used.
+        rows, asked = itertools.tee(self._rows(epoch, start))
+        by_tensors = self._fetching.tensors is not None and not self._count
+        requests = (
+            (epoch, [share if by_tensors else share.tolist() for share in shares if len(share)])
+            for _, _, *shares in asked
+        )
         collate = functools.partial(self._fetching.with_parts, epoch)
-        for index, (row, pairs) in enumerate(self._fetched(epoch, start, rows), start):
+        answers = zip(rows, self._answers(requests), strict=True)
+        for index, (row, pairs) in enumerate(answers, start):
             if self._states is not None:
                 state = state_of(self._dataset)
                 self._keep(epoch, index + 1, state)
@@ -300,58 +300,37 @@ class Loader(AnyLoader):
 
     def _rows(self, epoch: int, start: int) -> Iterator[Row]:
         """Return the row of each global batch from number ``start`` on."""
-        order = self.orders(epoch)
-        if self._by_person is not None:
-            self._compare(f"order: for epoch {epoch} the indices", order, "epoch")
-        return self._cutting.rows(order, start)
-
-    def _fetched(
-        self, epoch: int, start: int, rows: Iterator[Row]
-    ) -> Iterator[tuple[Row, list[Pair]]]:
-        """Yield each row, with inputs and targets of its shares that aren't empty."""
-        if not self._count and self._fetching.tensors is not None:  # the hot path of a small step
-            held = self._held_on
-            if held is None or self._cuts_each:
-                for row in rows:
-                    yield row, self._indexed(row)
-                return
-
-            placed = self._cutting.rows(to_device(self.orders(epoch), held), start)
-            for row, at in zip(rows, placed, strict=True):
-                yield row, self._indexed(at)
-            return
-
-        rows, asked = itertools.tee(rows)  # loader workers are asked ahead of what is used
-        requests = (
-            (epoch, [share.tolist() for share in shares if len(share)]) for _, _, *shares in asked
-        )
-        yield from zip(rows, self._answers(requests), strict=True)
+        order = self._order(epoch)
+        if self._is_by_person:
+            setting = "order" if self._lists_by_person is None else "batches"
+            self._compare(f"{setting}: for epoch {epoch} the indices", order, "epoch")
+        if self._lists_by_person is None:
+            return self._cutting.rows(order, start)
+        if len(order) < start:
+            raise RunError(
+                f"batches: for epoch {epoch} it gave {len(order)} batches, but the run had used "
+                f"{start}: they must depend on the epoch only"
+            )
+        return map(self._cutting.row, order[start:])
 
     @property
-    def _cuts_each(self) -> bool:
-        """Whether each batch is cut by itself, where its indices are."""
-        return self._cutting.costs is not None
+    def _is_by_person(self) -> bool:
+        return self._by_person is not None or self._lists_by_person is not None
 
-    def _indexed(self, row: Row) -> list[Pair]:
-        """Return the rows of a tensor dataset that are the shares of a row."""
-        found = []
-        for share in row[2:]:
-            if len(share):
-                found.append(self._fetching.indexed(share, self._pin))
-        return found
-
-    def orders(self, epoch: int) -> Any:
-        """Return the order of an epoch; the last one asked for is kept.
+    def _order(self, epoch: int) -> Any:
+        """Return the indices of an epoch, or those of each batch; the last one asked for is kept.
 
         Raises:
             JobError: the person's can't be.
         """
         if self._held is None or self._held[0] != epoch:
             self._held = None  # a long one goes before the next comes
-            self._held = epoch, self._order_of(epoch)
+            self._held = epoch, self._new_order(epoch)
         return self._held[1]
 
-    def _order_of(self, epoch: int) -> Any:
+    def _new_order(self, epoch: int) -> Any:
+        if self._lists_by_person is not None:
+            return listed(self._lists_by_person, self._length, self._seed, epoch)
         if self._by_person is not None:
             return by_person(self._by_person, self._length, self._seed, epoch)
         if self._shuffle:

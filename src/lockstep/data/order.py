@@ -1,8 +1,11 @@
-"""The order of an epoch: a permutation from (seed, epoch), or what a person's function gives."""
+"""The order of an epoch: a permutation from (seed, epoch), or what a person's function gives:
+the indices (``order``), or lists of indices, the global batches (``batches``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +14,9 @@ from torch import Tensor
 from lockstep.data.shares import ORDER, mixed
 from lockstep.errors import JobError, error_line
 from lockstep.tensors.seeding import kept_states, seed_all
+
+_MOST = 1 << 20
+"""Batches that an epoch may have: a generator may not end."""
 
 
 def permutation(n: int, seed: int, epoch: int) -> Tensor:
@@ -33,14 +39,45 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
         JobError: it raised, or gave something else than indices that exist.
     """
     where = f"order: for epoch {epoch} it"
+    return indices_of(_called(function, seed, epoch, where), n, where)
+
+
+def listed(function: Callable[[int], Iterable[Any]], n: int, seed: int, epoch: int) -> list[Tensor]:
+    """Return the global batches that the person's ``batches(epoch)`` gives: a list, a tensor, a
+    sampler of PyTorch or a generator, which is drawn whole.
+
+    Args:
+        function, n, seed, epoch: as those of ``by_person``.
+
+    Raises:
+        JobError: the function raised, gave something else than lists of indices that exist, or
+            doesn't end.
+    """
+    where = f"batches: for epoch {epoch} it"
+
+    def drawn(epoch: int) -> list[Any]:
+        return list(itertools.islice(function(epoch), _MOST + 1))
+
+    given = _called(drawn, seed, epoch, where)
+    if not given:
+        raise JobError(f"{where} gave no batch")
+    if len(given) > _MOST:
+        raise JobError(f"{where} gave more than {_MOST:,} batches: let it end, and set epochs")
+
+    found = []
+    for number, batch in enumerate(given):
+        found.append(indices_of(batch, n, f"batches: as batch {number} of epoch {epoch} it"))
+    return found
+
+
+def _called(function: Callable[[int], Any], seed: int, epoch: int, where: str) -> Any:
+    """Return what the person's function gives under a seed of (seed, epoch)."""
     with kept_states():
         seed_all(mixed(seed, ORDER, epoch))
         try:
-            order = torch.as_tensor(function(epoch))
+            return function(epoch)
         except Exception as error:
             raise JobError(f"{where} raised {error_line(error)}") from error
-
-    return indices_of(order, n, where)
 
 
 def indices_of(given: Any, n: int, where: str) -> Tensor:

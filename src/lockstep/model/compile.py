@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +18,13 @@ from lockstep.tensors.seeding import kept_states
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Values of the setting that are modes of PyTorch's own backend; others are names of backends."""
+
+_MISSING = {
+    "InvalidCxxCompiler": "no C++ compiler works here: install g++ (or set CXX=/path/to/g++)",
+    "TritonMissing": "Triton isn't here: install triton",
+    "working triton installation": "Triton isn't here: install triton",
+}
+"""What to do about a missing compiler, by words of PyTorch's errors."""
 
 GRAPHED = MODES[1:3]
 """Modes that capture CUDA graphs; on other devices PyTorch leaves the graphs out."""
@@ -98,21 +104,9 @@ def not_compilable(error: BaseException) -> JobError | None:
     Args:
         error: raised in the first update; None is given for any other error.
     """
-    text = str(error)
-    if "InvalidCxxCompiler" in text:
-        found = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
-        what = "install g++ or clang++ (or say where one is: CXX=/path/to/g++)"
-        if found:
-            what = f"set CXX={found}"
-        return JobError(
-            f"compile: no C++ compiler works here: {what}, take --compile aot_eager, or leave "
-            "compile out"
-        )
-    if "TritonMissing" in text or "working triton installation" in text:
-        return JobError(
-            "compile: Triton isn't here: install triton, take --compile aot_eager, or leave "
-            "compile out"
-        )
+    for words, what in _MISSING.items():
+        if words in str(error):
+            return JobError(f"compile: {what}, take --compile aot_eager, or leave compile out")
     return None
 
 

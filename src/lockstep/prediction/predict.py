@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 from torch.utils.data import Subset
 
 from lockstep.checkpoint.checksummed_file import write_tensors
@@ -60,7 +61,6 @@ from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.array_file import (
     Array,
-    archive,
     arrays_in_files,
     create,
     mapped,
@@ -474,15 +474,17 @@ class _Prediction:
     def _put_together(self, arrays: list[Array]) -> Path:
         """Make one file of those of the arrays."""
         whole = self.folder / "whole"
-        if self.ending == ".npy":
-            return self.folder / arrays[0].file
-        if self.ending == ".npz":
-            archive(whole, self.folder, arrays)
-            return whole
-
-        size = sum(array.size for array in arrays)
-        with writing(whole, size):
-            write_tensors(whole, mapped(self.folder, arrays), {"format": "pt"})
+        found = mapped(self.folder, arrays)
+        with writing(whole, sum(array.size for array in arrays)):
+            if self.ending == ".safetensors":
+                write_tensors(whole, found, {"format": "pt"})
+                return whole
+            with whole.open("wb") as file:
+                if self.ending == ".npy":
+                    numpy.save(file, found[arrays[0].name].numpy())
+                else:
+                    rows: dict[str, Any] = {name: made.numpy() for name, made in found.items()}
+                    numpy.savez(file, **rows)
         return whole
 
 

@@ -1,31 +1,26 @@
-"""Arrays on disk whose rows several processes write at once: .npy, or bare numbers.
+"""Arrays on disk whose rows several processes write at once, as bare numbers.
 
-An array is a file of its own: a header that says format and shape, then the numbers row by row. How
-many rows there will be is known before the first is computed, so where each lies is too, and every
-rank writes its own::
+An array is a file of its own. How many rows there will be is known before the first is computed, so
+where each lies is too, and every rank writes its own::
 
-    0.npy   | header | row 0 | row 1 | row 2 | row 3 | row 4 |
-                     | rank 0 ...... | rank 1 ...... | rank 0 ...
+    0   | row 0 | row 1 | row 2 | row 3 | row 4 |
+        | rank 0 ...... | rank 1 ...... | rank 0 ...
 
-An .npz is a zip archive of such files. NumPy's memory-mapped files would end the process by a
-signal where the disk is full; here that is an error, mostly before anything is computed.
-
-Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+Memory-mapped files would end the process by a signal where the disk is full; here that is an error,
+mostly before anything is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import math
 import os
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -40,14 +35,12 @@ class Array:
     Attributes:
         name, dtype, shape: as it is kept, rows first.
         file: the name of its file; see ``arrays_in_files``.
-        header: what the file begins with.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: str = ""
-    header: bytes = b""
 
     @property
     def row(self) -> int:
@@ -57,36 +50,22 @@ class Array:
     @property
     def size(self) -> int:
         """The bytes of the file."""
-        return len(self.header) + self.shape[0] * self.row
+        return self.shape[0] * self.row
 
 
 SAFETENSORS_TYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    dtype: name
+    for name, dtype in safetensors.torch._TYPES.items()
+    if dtype and not dtype.is_complex
 }
+"""The names of formats in safetensors files; older readers lack complex ones."""
 
 
 def arrays_in_files(ending: str, arrays: Sequence[Array]) -> list[Array]:
-    """Give arrays a file each, as the file that is made of them in the end needs it.
+    """Give arrays a file each, in a format that the file that is made of them in the end has.
 
     Args:
-        ending: of that file: ``".npy"``, ``".npz"`` or ``".safetensors"``; ``""`` for memory. Only
-            NumPy's have headers.
+        ending: of that file: ``".npy"``, ``".npz"`` or ``".safetensors"``; ``""`` for memory.
         arrays: formats that the file lacks (bfloat16 in NumPy's) become float32.
 
     Raises:
@@ -101,21 +80,16 @@ def arrays_in_files(ending: str, arrays: Sequence[Array]) -> list[Array]:
 
     found = []
     for i, array in enumerate(arrays):
-        kept = replace(array, dtype=_kept(ending, array), file=f"{i}.npy")
-        if ending in (".npy", ".npz"):
-            kept = replace(kept, header=_numpy_header(kept))
-        found.append(kept)
+        found.append(replace(array, dtype=_kept(ending, array), file=str(i)))
 
     return found
 
 
 def _kept(ending: str, array: Array) -> torch.dtype:
     """Return the format in which a file keeps an array."""
-    if ending == ".safetensors":
-        is_known = array.dtype in SAFETENSORS_TYPES
-    else:
-        is_known = not ending or _numpy_format(array.dtype) is not None
-
+    is_known = array.dtype in SAFETENSORS_TYPES
+    if ending != ".safetensors":
+        is_known = not ending or _is_numpys(array.dtype)
     if is_known:
         return array.dtype
     if array.dtype.is_floating_point:
@@ -126,28 +100,20 @@ def _kept(ending: str, array: Array) -> torch.dtype:
     )
 
 
-def _numpy_format(dtype: torch.dtype) -> str | None:
-    """Return NumPy's name of a format; None where NumPy lacks it."""
+def _is_numpys(dtype: torch.dtype) -> bool:
+    """Return whether NumPy has a format."""
     try:
-        return str(torch.empty(0, dtype=dtype).numpy().dtype.str)
+        torch.empty(0, dtype=dtype).numpy()
     except TypeError:
-        return None
-
-
-def _numpy_header(array: Array) -> bytes:
-    """Return what an .npy file begins with."""
-    file = io.BytesIO()
-    header = {"descr": _numpy_format(array.dtype), "fortran_order": False, "shape": array.shape}
-    numpy.lib.format.write_array_header_1_0(file, header)
-    return file.getvalue()
+        return False
+    return True
 
 
 def create(folder: Path, arrays: Sequence[Array]) -> None:
-    """Make the files of arrays, with their headers, and take the room that they need."""
+    """Make the files of arrays, and take the room that they need."""
     for array in arrays:
         path = folder / array.file
         with writing(path, array.size), path.open("xb") as file:
-            file.write(array.header)
             file.truncate(array.size)
             take_room(file.fileno(), array.size)
 
@@ -191,21 +157,12 @@ def write_rows(folder: Path, array: Array, first: int, rows: Tensor) -> None:
         )
 
     with writing(path, array.size), path.open("rb+") as file:
-        file.seek(len(array.header) + first * array.row)
+        file.seek(first * array.row)
         file.write(bits_of(rows).numpy().data)
 
 
-def archive(target: Path, folder: Path, arrays: Sequence[Array]) -> None:
-    """Put the files of arrays together as an .npz; each is removed when it is in."""
-    size = sum(array.size for array in arrays)
-    with writing(target, size), zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as whole:
-        for array in arrays:
-            whole.write(folder / array.file, f"{array.name}.npy")
-            (folder / array.file).unlink()
-
-
 def mapped(folder: Path, arrays: Sequence[Array]) -> dict[str, Tensor]:
-    """Return arrays without headers as memory, by name.
+    """Return arrays as memory, by name.
 
     The files may be removed afterwards.
     """

@@ -164,32 +164,20 @@ def described(nest: Any) -> str:
 
     ::
 
-        {'logits': float32(8, 10), 'hidden': [float32(8, 4)]}
+        dict(logits=float32(8, 10), hidden=list(float32(8, 4)))
     """
     if isinstance(nest, Tensor):
         return f"{str(nest.dtype).removeprefix('torch.')}{tuple(nest.shape)}"
-    inside = parts(nest)
-    if inside is None:
-        return "None" if nest is None else type(nest).__name__
-
+    if nest is None:
+        return "None"
     kind = type(nest).__name__
-    if isinstance(nest, MutableMapping):
-        items = [f"{key!r}: {described(value)}" for key, value in nest.items()]
-        body = "{" + ", ".join(items) + "}"
-        return body if type(nest) is dict else f"{kind}({body})"
-
-    if not isinstance(nest, (list, tuple)) or hasattr(nest, "_fields"):
-        items = [f"{name}={described(value)}" for name, value in named_parts(nest)]
-        return f"{kind}({', '.join(items)})"
-
-    few = inside if len(inside) <= 8 else inside[:3]
-    items = [described(part) for part in few]
-    if len(few) < len(inside):
-        items.append(f"... {len(inside)} in all")
-    body = ", ".join(items)
-    if isinstance(nest, list):
-        return f"[{body}]"
-    return f"({body},)" if len(items) == 1 else f"({body})"
+    if parts(nest) is None:
+        return kind
+    has_names = not isinstance(nest, list | tuple) or hasattr(nest, "_fields")
+    items = [f"{name}=" * has_names + described(part) for name, part in named_parts(nest)]
+    if len(items) > 8:
+        items[3:] = [f"... {len(items)} in all"]
+    return f"{kind}({', '.join(items)})"
 
 
 def same_kind(one: Any, other: Any) -> bool:
@@ -272,14 +260,7 @@ CONSTANTS = frozenset((int, float, bool, str, bytes, type(None)))
 
 def own_copy(value: Any) -> Any:
     """Return a deep copy of anything; what can't be copied is given itself."""
-    return each(_cloned, value, on_packed=_deep_copy, on_object=_deep_copy)
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    if type(tensor) is not Tensor:
-        return _deep_copy(tensor)
-    # deepcopy copies byte by byte, on several threads.
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return each(torch.clone, value, on_packed=_deep_copy, on_object=_deep_copy)
 
 
 def _deep_copy(value: T) -> T:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import operator
 from collections.abc import MutableMapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -165,50 +164,3 @@ def cut(tree: Any, start: int, size: int, whole: int) -> Any:
         return narrow(0, start, size)
 
     return each(of_tensor, tree, on_list=of_samples)
-
-
-def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
-    """Return outputs of shape ``(batch x time, classes)`` as ``(batch, time, classes)``.
-
-    Args:
-        nest: outputs and targets.
-        samples: the size of the batch.
-
-    Returns:
-        Outputs and targets; None where outputs aren't that: a single tensor, beside targets
-        ``(batch, time, ...)``.
-    """
-    outputs, targets = nest
-    if not isinstance(outputs, Tensor) or not outputs.dim():
-        return None
-
-    length = outputs.shape[0]
-    times = length // samples
-    if times < 2 or times * samples != length:
-        return None
-    possible: set[int] = set()
-    for target in tensors(targets):
-        if not target.dim() or target.shape[0] != samples:
-            return None
-        possible.update(itertools.accumulate(target.shape[1:], operator.mul))
-
-    if times not in possible:
-        return None
-    return outputs.reshape(samples, times, *outputs.shape[1:]), targets
-
-
-def part_of(nest: tuple[Any, Any], start: int, size: int, samples: int) -> tuple[Any, Any]:
-    """Return some samples of outputs and targets.
-
-    Outputs may have several rows for each sample, as ``folded`` takes them.
-
-    Args:
-        nest: outputs and targets.
-        start, size, samples: as in ``cut``.
-    """
-    rows = folded(nest, samples)
-    if rows is None:
-        outputs, targets = cut(nest, start, size, samples)
-        return outputs, targets
-    outputs, targets = cut(rows, start, size, samples)
-    return outputs.flatten(0, 1), targets

@@ -25,12 +25,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dis
 import functools
 import math
 import operator
 import threading
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,7 +42,7 @@ from lockstep.model.losses.loss_errors import cause_of
 from lockstep.model.losses.model_loss import loss_of_model, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
 from lockstep.tensors.common_memory import tensors_of
-from lockstep.tensors.pytree import tensors
+from lockstep.tensors.pytree import described, tensors
 
 Number = float | Tensor
 """A total, or a count."""
@@ -172,20 +170,13 @@ class Totalled:
 
     def call_one_at_a_time(self) -> None:
         """Let one of several threads call the loss at a time, where it may write to attributes."""
-        if not self.is_known and self.may_have_state:
+        if not self.is_known and getattr(self.loss, "__dict__", None):
             self.one_at_a_time = threading.RLock()
 
     @property
     def counts_items(self) -> bool:
         """Whether the loss gives the number of items that it sums over."""
         return self.is_known or self.gives_pairs
-
-    @property
-    def may_have_state(self) -> bool:
-        """Whether the loss is an object with attributes, or writes a variable around it."""
-        if isinstance(self.loss, types.FunctionType):
-            return any(one.opname == "STORE_DEREF" for one in dis.get_instructions(self.loss))
-        return bool(getattr(self.loss, "__dict__", None))
 
     def __call__(self, outputs: Any, targets: Any, samples: int) -> Loss:
         """Compute total and count of one share, or one micro-batch; parts have no gradient.
@@ -336,16 +327,14 @@ class Totalled:
 
     def _validate(self, value: Any) -> None:
         """Refuse what is no pair of a total and a count."""
-        what = f"{self.name} returned {described(value)}"
-        if not isinstance(value, tuple) or len(value) != 2:
-            fix = _TENSOR if isinstance(value, float) else ""
-            raise LossError(f"{what}, a scalar tensor or (total, count) is expected", fix=fix)
-        total, count = value
-        if not isinstance(total, Tensor) or total.dim():
-            fix = _TENSOR if isinstance(total, float) else ""
-            raise LossError(f"{what}, where total is expected to be a scalar tensor", fix=fix)
-        if not is_number(count):
-            raise LossError(f"{what}, where count is expected to be a number or a scalar tensor")
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        total, count = value if is_pair else (value, None)
+        if not isinstance(total, Tensor) or total.dim() or not is_number(count):
+            raise LossError(
+                f"{self.name} returned {described(value)}, a scalar tensor is expected, or "
+                "(total, count): a scalar tensor and a number",
+                fix=_TENSOR if isinstance(total, float) else "",
+            )
         self.gives_pairs = True
 
 
@@ -387,16 +376,3 @@ def _is_squeezed(outputs: Any, targets: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Return whether a value is a number, or a scalar tensor."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
-
-
-def described(value: Any) -> str:
-    """Describe a value by its shapes, for messages."""
-    if isinstance(value, Tensor):
-        return str(tuple(value.shape))
-    kind = type(value).__name__
-    if isinstance(value, tuple | list):
-        return f"{kind}[{', '.join(map(described, value))}]"
-    if isinstance(value, dict):
-        items = [f"{key}: {described(item)}" for key, item in value.items()]
-        return f"{kind}[{', '.join(items)}]"
-    return "None" if value is None else f"a {kind}"

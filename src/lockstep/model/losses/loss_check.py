@@ -34,7 +34,7 @@ from lockstep.model.snapshot import kept
 from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import copied_nest, doubled, each, holds_packed, tensors
 from lockstep.tensors.pytree import parts as parts_of
-from lockstep.tensors.rows import are_batches, coprime_sizes, part_of
+from lockstep.tensors.rows import are_batches, coprime_sizes, cut
 from lockstep.tensors.seeding import kept_state_on
 from lockstep.threads.random_streams import stream
 
@@ -178,8 +178,8 @@ class LossCheck:
         try:
             with loss.one_at_a_time, kept(loss.loss), noted:
                 for size in sizes:
-                    part = part_of(nest, start, size, samples)
-                    found.append(loss(*copied_nest(part), size))
+                    outputs, targets = copied_nest(cut(nest, start, size, samples))
+                    found.append(loss(outputs, targets, size))
                     start += size
         except Exception as error:
             if is_out_of_memory(error):
@@ -204,17 +204,17 @@ def _may_be_of_samples_or_batches(nest: Any, samples: int) -> bool:
 
 
 def _can_be_cut(nest: Nest, samples: int) -> bool:
-    """Return whether each tensor has a row for each sample, or several.
+    """Return whether each tensor has a row for each sample.
 
     A number may be one of the whole batch, as of items that collate has counted.
     """
     whole = list(tensors(nest))
-    of_first = list(tensors(part_of(nest, 0, 1, samples)))
+    of_first = list(tensors(cut(nest, 0, 1, samples)))
     if not whole or _holds_numbers(nest):
         return False
     if len(whole) != len(of_first):
         return True  # lists with a tensor for each sample
-    return all(t.shape != cut.shape for t, cut in zip(whole, of_first, strict=True))
+    return all(t.shape != one.shape for t, one in zip(whole, of_first, strict=True))
 
 
 def _holds_numbers(nest: Any) -> bool:
@@ -281,38 +281,31 @@ def not_additive(
     """
     when = f" in step {step}" if step > 1 else ""
     totals, counts = _numbers([whole, *parts])
+    numbers = totals
+    fix = ADVICE
     if loss.counts is not None:
-        of_whole, first, second = (total / loss.counts.samples for total in totals)
-        return LossError(
-            f"{loss.name}: shares of the loss don't add up{when} "
-            f"(whole {of_whole:.6g}, its two parts {first:.6g} and {second:.6g})",
-            fix="with counts=, divide sums over the items at hand by counts of the whole batch, "
-            "and take no mean of these items",
+        what = ": shares of the loss don't add up"
+        numbers = tuple(total / loss.counts.samples for total in totals)
+        fix = (
+            "with counts=, divide sums over the items at hand by counts of the whole batch, "
+            "and take no mean of these items"
         )
-    if loss.gives_pairs:
-        what = "total"
-        of_whole, first, second = totals
-        if abs(first + second - of_whole) <= _DOUBLE * (abs(of_whole) + _LEAST):
-            what = "count"
-            of_whole, first, second = counts
-        return LossError(
-            f"{loss.name}: the {what} is not a sum over samples{when} "
-            f"(whole {of_whole:.6g}, its two parts {first:.6g} and {second:.6g})",
-            fix="return the sum over the items of the batch, and their number; or a share, by "
-            'counts=, of a loss of several means; or loss_over="batch" for a loss that compares '
-            "samples; or use single (or mp) without accumulate",
-        )
-    sizes = (samples, *coprime_sizes(samples))
-    mean, first, second = (total / size for total, size in zip(totals, sizes, strict=True))
-    if first and second and abs(first + second - mean) <= 1e-4 * abs(mean):
-        return LossError(
-            f"{loss.name} is not a mean over samples but a sum, its value depends on the batch "
-            f"size (whole {mean:.6g}, its parts add up to it)",
-            fix="use reduction='mean', or return (total, count)",
-        )
-    together = sum(totals[1:]) / samples
+    elif loss.gives_pairs:
+        what = ": the total is not a sum over samples"
+        if abs(sum(totals[1:]) - totals[0]) <= _DOUBLE * (abs(totals[0]) + _LEAST):
+            what = ": the count is not a sum over samples"
+            numbers = counts
+    else:
+        what = " is not a mean over samples"
+        sizes = (samples, *coprime_sizes(samples))
+        numbers = tuple(total / size for total, size in zip(totals, sizes, strict=True))
+        of_whole, first, second = numbers
+        if first and second and abs(first + second - of_whole) <= 1e-4 * abs(of_whole):
+            what += " but a sum, its value depends on the batch size"
+            fix = "use reduction='mean', or return (total, count)"
+    of_whole, first, second = numbers
     return LossError(
-        f"{loss.name} is not a mean over samples{when} "
-        f"(whole {mean:.6g}, from two parts {together:.6g})",
-        fix=ADVICE,
+        f"{loss.name}{what}{when} "
+        f"(whole {of_whole:.6g}, its two parts {first:.6g} and {second:.6g})",
+        fix=fix,
     )

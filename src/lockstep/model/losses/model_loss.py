@@ -22,6 +22,7 @@ from torch import Tensor
 from lockstep.errors import LossError
 from lockstep.model.losses.counts import NUM_ITEMS
 from lockstep.model.losses.torch_losses import HALF
+from lockstep.tensors.pytree import described
 
 _IGNORED = -100
 """A label that doesn't count."""
@@ -44,21 +45,18 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         LossError: there is no ``loss``, or the labels are neither tokens nor classes.
     """
-    loss = _of(outputs, "loss")
+    loss = mean_of(outputs)
     if loss is None:
         raise LossError(
             "model_loss: the outputs have no loss, a scalar: give the model labels (inputs a dict "
             "with labels=...)",
             fix=_OWN,
         )
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise LossError(
-            f"model_loss: outputs.loss has shape {_shape(loss)}, a scalar is expected", fix=_OWN
-        )
-    if not _fit(_of(outputs, "logits"), labels):
+    logits = _of(outputs, "logits")
+    if not _fit(logits, labels):
         raise LossError(
             "model_loss: logits and labels of tokens or classes are expected, not "
-            f"{_shape(_of(outputs, 'logits'))} and {_shape(labels)}",
+            f"{described(logits)} and {described(labels)}",
             fix=_OWN,
         )
     if "CausalLM" in type(outputs).__name__:
@@ -118,7 +116,3 @@ def _fit(logits: Any, labels: Any) -> bool:
 
 def _of(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-
-
-def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -33,7 +33,7 @@ from lockstep.errors import InputError, LossError, nearest
 from lockstep.launch.observer import phase
 from lockstep.launch.processes.pickling import closed_over
 from lockstep.launch.world import World
-from lockstep.model.losses.loss import Loss, Number, described, is_number
+from lockstep.model.losses.loss import Loss, Number, is_number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.model.optimizers.several import Optimizers
 from lockstep.recipe import Recipe
@@ -43,7 +43,7 @@ from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_checks import refuse_counted
 from lockstep.strategies.steps.update_result import added
 from lockstep.strategies.sums.sums_of_pieces import Piece, PieceSums, Summed
-from lockstep.tensors.pytree import clones, to_device
+from lockstep.tensors.pytree import clones, described, to_device
 
 _END = -1
 """What a rank sends at the end of the function, instead of the number of an optimizer."""
