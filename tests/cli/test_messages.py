@@ -91,7 +91,10 @@ SEVERAL = "for several inputs return ((a, b), targets), for model(a, b)"
         ("--strategy dpd", 'there is no strategy "dpd": did you mean "dp"'),
         ("--devices -1", "-1 devices: ask for at least one, or for auto"),
         ("--set lr=abc", "--set lr: 'abc' is not a number"),
-        ("--set data=three", f"a sample is a tuple of 3, (inputs, targets) is expected; {SEVERAL}"),
+        (
+            "--set data=three",
+            f"a sample is tuple(int, int, int), (inputs, targets) is expected; {SEVERAL}",
+        ),
         (
             "--set data=tensors",
             "its TensorDataset has 3 tensors, (inputs, targets) is expected; for several",
@@ -399,7 +402,7 @@ def raising(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
     [
         (
             {"eval_data": ["test"] * 4},
-            r"eval_data: a sample is a str, \(inputs, targets\) is expected",
+            r"eval_data: a sample is str, \(inputs, targets\) is expected",
         ),
         (
             {"metrics": {"acc": raising}},

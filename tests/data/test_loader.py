@@ -433,16 +433,16 @@ def test_tuples_in_a_sample_stay_tuples_in_the_batch() -> None:
     [
         (
             (1, 2, 3),
-            r"a tuple of 3, \(inputs, targets\) is expected; for several inputs return \(\(a, b\), targets\).*",
+            r"tuple\(int, int, int\), \(inputs, targets\) is expected; for several .* \(\(a, b\), targets\).*",
         ),
         (
             torch.ones(2),
-            r"a Tensor, \(inputs, targets\) is expected; combine tensors of inputs .*",
+            r"float32\(2,\), \(inputs, targets\) is expected; combine tensors of inputs .*",
         ),
         (None, r"None, \(inputs, targets\) is expected"),
         (
             {"x": 1, "y": 2},
-            r"a dict of x, y, \(inputs, targets\) is expected; return a pair from .* a collate: .*",
+            r"dict\(x=int, y=int\), \(inputs, targets\) is expected; return a pair from .* a collate: .*",
         ),
     ],
 )
@@ -458,7 +458,8 @@ def test_a_collate_that_fails_is_said() -> None:
     ):
         list(Loader(ragged, batch_size=3, workers=0).epoch(0))
     with pytest.raises(
-        JobError, match=r"^collate: it gave a tuple of 3, \(inputs, targets\) is expected"
+        JobError,
+        match=r"^collate: it gave tuple\(tuple\(float32\(1,\), int\), .*\), \(inputs, targets\) is expected",
     ):
         list(Loader(ragged, batch_size=3, workers=0, collate=tuple).epoch(0))
     with pytest.raises(JobError, match=r"^collate: it raised ZeroDivisionError"):

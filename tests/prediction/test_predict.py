@@ -696,8 +696,8 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(
             r"no best weights \(the run had no evaluation set, or lost them\)",
         ),
         ("predict run evl", 'there is no dataset "evl"; did you mean "eval"'),
-        ("predict run a_job.py", "which dataset in it\\? write a_job.py:NAME"),
-        ("predict run missing.py:x", "there is no file missing.py"),
+        ("predict run a_job.py", 'data: there is no dataset "a_job.py"'),
+        ("predict run missing.py:x", "missing.py: there is no such file"),
         ("predict run a_job.py:mroe", 'a_job.py: there is no "mroe" in it; did you mean "more"'),
         (
             "predict run a_job.py:nothing",

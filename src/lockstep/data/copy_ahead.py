@@ -9,6 +9,7 @@ is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -29,8 +30,7 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
     # Without pinned memory a copy waits for the device, so nothing is copied ahead.
     if not may_pin(places[0]):
         for batch in batches:
-            for place, part, field in _fields(batch, places):
-                _move(part, field, place)
+            _move(batch, places)
             yield batch
         return
 
@@ -38,9 +38,10 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
     before: Batch | None = None
     copied: dict[torch.device, torch.Event] = {}  # after the copies of the last batch
     for batch in batches:
-        for place, part, field in _fields(batch, places):
-            with streams[place]:
-                _move(part, field, place)
+        with contextlib.ExitStack() as stack:
+            for stream in streams.values():
+                stack.enter_context(stream)
+            _move(batch, places)
 
         copied_before = copied
         copied = {place: stream.record_event() for place, stream in streams.items()}
@@ -52,26 +53,18 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
         yield _received(before, copied)
 
 
-def _fields(
-    batch: Batch, places: Sequence[torch.device]
-) -> Iterator[tuple[torch.device, Part, str]]:
-    """Yield each field of the parts that aren't empty, with the device that it goes to."""
+def _move(batch: Batch, places: Sequence[torch.device]) -> None:
+    """Move inputs and targets of each part to their devices."""
     for i, share in enumerate(_shares(batch)):
         last = i if batch.shares else -1
         for part in share:
-            if part.size:
-                yield places[i], part, "inputs"
-                yield places[last], part, "targets"
+            for field, place in (("inputs", places[i]), ("targets", places[last])):
+                move = functools.partial(to_device, device=place)
+                setattr(part, field, each(move, getattr(part, field)))
 
 
 def _shares(batch: Batch) -> list[list[Part]]:
     return batch.shares or [batch.parts]
-
-
-def _move(part: Part, field: str, place: torch.device) -> None:
-    """Move the inputs or targets of a part to a device."""
-    move = functools.partial(to_device, device=place)
-    setattr(part, field, each(move, getattr(part, field)))
 
 
 def _received(batch: Batch, copied: dict[torch.device, torch.Event]) -> Batch:

@@ -24,7 +24,7 @@ from lockstep.data.dataset_state import has_state
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, error_line
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import own_copy, parts, to_device
+from lockstep.tensors.pytree import described, own_copy, parts, to_device
 from lockstep.tensors.seeding import kept_generators, kept_states, same, seed_all, states
 
 Collate = Callable[[list[Any]], Any]
@@ -296,7 +296,7 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
             raise JobError(f"collate: it raised {error_line(error)}") from error
         if not _is_pair(made):
             raise JobError(
-                f"collate: it gave {_shape_of(made)}, (inputs, targets) is expected"
+                f"collate: it gave {described(made)}, (inputs, targets) is expected"
                 f"{_hint_for(made)}"
             )
         return made[0], made[1]
@@ -335,7 +335,7 @@ def _check_pair(sample: Any, name: str) -> None:
         if isinstance(sample, Tensor):
             hint = "; combine tensors of inputs and targets by TensorDataset(inputs, targets)"
         raise JobError(
-            f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}"
+            f"{name}: a sample is {described(sample)}, (inputs, targets) is expected{hint}"
         )
 
     if sample[1] is None:
@@ -359,12 +359,3 @@ def _hint_for(value: Any) -> str:
             "model(**inputs)"
         )
     return ""
-
-
-def _shape_of(value: Any) -> str:
-    """Return what a value is, for messages: ``a tuple of 3``, ``a dict of x, y``."""
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} of {', '.join(map(str, value))}"
-    return "None" if value is None else f"a {type(value).__name__}"

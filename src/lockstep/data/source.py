@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import GeneratorType, ModuleType
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -97,21 +96,6 @@ def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str
     return {key: resolve(value, world, f'{name}["{key}"]') for key, value in source.items()}
 
 
-def check_name(data: Any) -> None:
-    """Refuse words that name no data, before anything is started."""
-    if not isinstance(data, str) or data in ("eval", "train") or data.startswith("eval:"):
-        return
-    file, colon, name = data.rpartition(":")
-    if not colon and data.endswith(".py"):
-        raise InputError(f"{data}: which dataset in it? write {data}:NAME")
-    if not name or not colon:
-        known = nearest(data, ["eval", "eval:NAME", "train", "FILE.py:NAME"])
-        raise InputError(f'data: there is no dataset "{data}"; {known}')
-
-    if not Path(file).is_file():
-        raise InputError(f"{data}: there is no file {file}")
-
-
 def source_of(job: Job, data: Any) -> tuple[str, Any]:
     """Return what the data are called in messages, and what gives them."""
     if not isinstance(data, str):
@@ -126,16 +110,13 @@ def source_of(job: Job, data: Any) -> tuple[str, Any]:
         return "eval_data", job.eval_data
 
     file, _, name = data.rpartition(":")
+    if not file or not name:
+        known = nearest(data, ["eval", "eval:NAME", "train", "FILE.py:NAME"])
+        raise InputError(f'data: there is no dataset "{data}"; {known}')
     module = vars(loaded(file))
     if name in module:
         return data, module[name]
-    known = [
-        word
-        for word, value in module.items()
-        if word != "job" and word[0] != "_" and not isinstance(value, type | ModuleType)
-    ]
-    known = known or ["nothing that could be data"]
-    raise InputError(f'{file}: there is no "{name}" in it; {nearest(name, known)}')
+    raise InputError(f'{file}: there is no "{name}" in it; {nearest(name, list(module))}')
 
 
 def one_of(sets: Mapping[str, Any], wanted: str) -> Any:

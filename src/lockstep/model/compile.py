@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,10 +10,7 @@ from torch import nn
 
 from lockstep.errors import JobError, StrategyError, nearest
 from lockstep.launch.world import World
-from lockstep.model.modes import acting_buffers
 from lockstep.recipe import Recipe
-from lockstep.tensors.pytree import call, clones, tensors
-from lockstep.tensors.seeding import kept_states
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Values of the setting that are modes of PyTorch's own backend; others are names of backends."""
@@ -108,40 +104,6 @@ def not_compilable(error: BaseException) -> JobError | None:
         if words in str(error):
             return JobError(f"compile: {what}, take --compile aot_eager, or leave compile out")
     return None
-
-
-def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
-    """Refuse to compile a model that writes a buffer in forward, other than running statistics.
-
-    What is made of the buffer may be computed again in the compiled backward, from the buffer as it
-    is then (torch 2.13, https://github.com/pytorch/pytorch/pull/197039; to be deleted when the
-    oldest torch supported has that). A buffer that forward replaces by a new tensor does no harm.
-
-    Args:
-        model: not compiled yet. A copy of it is called, if it can be copied.
-        inputs: of a local batch.
-
-    Raises:
-        StrategyError: the model writes a buffer in forward.
-    """
-    if not acting_buffers(model):
-        return
-    accelerators = {t.device for t in tensors(inputs) if t.device.type not in ("cpu", "meta")}
-    with torch.no_grad(), kept_states(tuple(accelerators)):
-        try:
-            copied = copy.deepcopy(model)
-            buffers = acting_buffers(copied)
-            versions = {name: buffer._version for name, buffer in buffers.items()}
-            call(copied, clones(inputs))
-        except Exception:  # what is wrong with the model, its first update says
-            return
-    for name, buffer in buffers.items():
-        if buffer._version != versions[name]:
-            raise StrategyError(
-                f'compile: forward writes buffer "{name}" in place, and PyTorch\'s compiled '
-                "backward may read the new value and give wrong gradients: leave compile out, "
-                "or assign a new tensor instead"
-            )
 
 
 def refuse_compiled(model: nn.Module) -> None:

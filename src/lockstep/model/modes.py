@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
@@ -60,12 +60,3 @@ def normalizes_by_batch(module: nn.Module) -> bool:
     if not isinstance(module, _BatchNorm):
         return False
     return module.training or module.running_mean is None
-
-
-def acting_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Find the buffers that act in training: all but running statistics of normalisation layers."""
-    found: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, NORMS):
-            found.update(module.named_buffers(path, recurse=False))
-    return found

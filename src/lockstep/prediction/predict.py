@@ -30,7 +30,7 @@ from torch.utils.data import Subset
 
 from lockstep.checkpoint.checksummed_file import write_tensors
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
-from lockstep.data.source import check_name, inputs_of, one_of, source_of
+from lockstep.data.source import inputs_of, one_of, source_of
 from lockstep.errors import InputError, LockstepError, OutOfMemory, error_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
@@ -139,7 +139,6 @@ def predict(
     its = with_settings(its, settings, predict)
 
     chosen = _devices.parse(devices_for(strategy, devices))
-    check_name(data)
     spread = started_as_rank() and started_ranks.place().size > 1
     if out is None and spread:
         raise InputError("predict: under torchrun the outputs go to a file: name one with out")

@@ -25,7 +25,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
-from lockstep.model.compile import compile_models, refuse_written_buffers
+from lockstep.model.compile import compile_models
 from lockstep.model.layer_error import explained_call
 from lockstep.model.losses.loss import Loss, Number, Totalled, no_loss
 from lockstep.model.losses.loss_check import LossCheck
@@ -317,7 +317,7 @@ class Step:
         if self._cuts_each_batch:
             self._check_sums(batch)
         if self._updates == 1:
-            self.prepare(batch)
+            self._compile_models()
         if self.counts is not None:
             self.counts.begin(batch)
 
@@ -573,17 +573,6 @@ class Step:
                 "call step.evaluate(...), which needs no gradients"
             )
         self._followed = self._updates + 1
-
-    def prepare(self, batch: Batch) -> None:
-        """Compile the model before the first update; a strategy that shards the model compiles
-        later.
-        """
-        part = batch.parts[0]
-        if batch.shares is not None:
-            part = batch.shares[0][0]
-        if self._compile and part.size:
-            refuse_written_buffers(self.model, self.placed(part).inputs)
-        self._compile_models()
 
     def _compile_models(self) -> None:
         """Compile the models in place, so that modules keep their names."""
