@@ -93,7 +93,7 @@ SEVERAL = "for several inputs return ((a, b), targets), for model(a, b)"
         ("--set lr=abc", "--set lr: 'abc' is not a number"),
         (
             "--set data=three",
-            f"a sample is tuple(int, int, int), (inputs, targets) is expected; {SEVERAL}",
+            f"a sample is tuple(float32(6,), float32(6,), int64()), (inputs, targets) is expected; {SEVERAL}",
         ),
         (
             "--set data=tensors",

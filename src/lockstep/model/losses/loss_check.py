@@ -301,7 +301,7 @@ def not_additive(
         numbers = tuple(total / size for total, size in zip(totals, sizes, strict=True))
         of_whole, first, second = numbers
         if first and second and abs(first + second - of_whole) <= 1e-4 * abs(of_whole):
-            what += " but a sum, its value depends on the batch size"
+            what = " is not a mean over samples but a sum, its value depends on the batch size"
             fix = "use reduction='mean', or return (total, count)"
     of_whole, first, second = numbers
     return LossError(
