@@ -199,26 +199,26 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 230_609
+TOTAL = 228_536
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
     "cli": 5_981,
     "compare": 11_329,
-    "data": 12_728,
+    "data": 12_013,
     "export": 3_846,
     "launch": 18_175,
     "map": 4_960,
-    "model": 17_085,
+    "model": 16_548,
     "parallel": 10_716,
     "pipelining": 17_372,
-    "prediction": 3_960,
+    "prediction": 4_002,
     "profiling": 3_096,
     "report": 1_850,
     "run": 3_759,
-    "strategies": 50_369,
-    "tensors": 8_841,
+    "strategies": 50_298,
+    "tensors": 8_049,
     "threads": 5_430,
     "top": 7_820,
     "training": 25_629,
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_399
+    assert bars.lines_of_the_reading_path() <= 2_388
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
