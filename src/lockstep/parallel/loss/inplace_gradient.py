@@ -2,58 +2,45 @@ r"""In place: the gradient of a linear layer's weight, added where it is kept.
 
 Autograd makes the gradient of a weight anew for each use, and adds it afterwards. An output layer
 of 32,000 words that works through a sequence in chunks does so for each chunk: 65 MB written, read
-and freed each time. Inside ``with Adding(weights):`` this thread's linear layers add by one
-``addmm`` instead:
+and freed each time. Linear layers of a module given to ``add_in_place`` add by one ``addmm`` instead:
 
 .. math:: G \leftarrow G + dY^\top X
 
-The sums are the same up to rounding; under autocast, and for weights in other layers, autograd does
-what it always did.
+The sums are the same up to rounding; under autocast, and for other layers, autograd does what it
+always did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 
-class Adding(TorchFunctionMode):
-    """Linear layers with one of these weights add to its ``.grad`` in place, in this thread, inside
-    a ``with``.
+def add_in_place(module: nn.Module) -> None:
+    """Let the linear layers of a module add gradients to their weights' ``.grad`` in place.
 
     Args:
-        weights: leaves that want gradients, of this thread alone. Their hooks are not called.
+        module: has parameters of one thread alone. The hooks of those of linear layers aren't called.
     """
+    for layer in module.modules():
+        if type(layer) is nn.Linear and "forward" not in vars(layer):
+            layer.forward = functools.partial(_linear, layer)  # type: ignore[method-assign]
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._weights = {id(weight) for weight in weights if weight.dim() == 2}
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is F.linear:
-            return self._linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_plain = input.dtype == weight.dtype and torch.is_grad_enabled()
-        is_cast = torch.is_autocast_enabled(input.device.type)
-        # A checkpoint must save the same when it recomputes, without us.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if id(weight) not in self._weights or not is_plain or is_cast or hooks is not None:
-            return F.linear(input, weight, bias)
-        output: Tensor = _Linear.apply(input, weight, bias)
-        return output
+def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
+    weight = layer.weight
+    is_own = weight.requires_grad and weight.is_leaf and input.dtype == weight.dtype
+    is_cast = torch.is_autocast_enabled(input.device.type)
+    # A checkpoint must save the same when it recomputes.
+    is_saved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not is_own or not torch.is_grad_enabled() or is_cast or is_saved:
+        return F.linear(input, weight, layer.bias)
+    output: Tensor = _Linear.apply(input, weight, layer.bias)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Linear(torch.autograd.Function):

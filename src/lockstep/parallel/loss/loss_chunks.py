@@ -14,7 +14,6 @@ backward), and a third more time.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device
 from lockstep.model.losses.torch_losses import Count
-from lockstep.parallel.loss.inplace_gradient import Adding
 from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.tensors import pytree
 
@@ -71,8 +69,7 @@ class Share:
         leaves = pytree.each(leaf_of, self.outputs)
         total: Tensor | None = None
         count: Count = 0
-        adding = Adding(weights) if weights else contextlib.nullcontext()
-        with torch.set_grad_enabled(learns), adding:
+        with torch.set_grad_enabled(learns):
             for outputs, targets in self._chunks(leaves):
                 # (No name holds on to the logits while backward runs.)
                 found, items = self.criterion(self._generated(outputs), targets, self.count)
@@ -106,13 +103,7 @@ class Share:
         """Compute logits (rows, vocabulary) of hidden states (batch, time, width) or (batch, width)."""
         if self.generator is None:
             return hidden if self.steps is None else hidden.flatten(0, 1)
-        logits = self.generator(hidden)
-        if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
-            rows = ", ".join(map(str, hidden.shape[:-1]))
-            raise InputError(
-                f"the generator gave {pytree.described(logits)} for hidden states "
-                f"{tuple(hidden.shape)}: a tensor ({rows}, vocabulary) is expected"
-            )
+        logits: Tensor = self.generator(hidden)
         return logits.flatten(0, -2)
 
 

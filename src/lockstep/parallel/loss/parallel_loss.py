@@ -30,6 +30,7 @@ from lockstep.model.losses.torch_losses import Count
 from lockstep.model.modes import normalizes_by_batch
 from lockstep.parallel import target_devices
 from lockstep.parallel.data_parallel import Balanced
+from lockstep.parallel.loss.inplace_gradient import add_in_place
 from lockstep.parallel.loss.loss_chunks import Share
 from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.parallel.parallel_apply import in_streams
@@ -187,11 +188,6 @@ class ParallelLoss:
                     f"the hidden states are {pytree.described(part)}: one tensor (batch, time, "
                     "width) or (batch, width) is expected"
                 )
-            if part.shape[1:] != hidden[0].shape[1:]:
-                raise InputError(
-                    f"hidden states {tuple(hidden[0].shape)} and {tuple(part.shape)} don't make "
-                    "one batch: pad them to one time"
-                )
 
         if hidden[0].dim() == 2:
             return None
@@ -286,6 +282,7 @@ def _give_replicas(shares: list[Share], generator: nn.Module | None) -> list[nn.
         share.generator = replica
         for mine, original in zip(replica.parameters(), generator.parameters(), strict=True):
             mine.requires_grad_(original.requires_grad)
+        add_in_place(replica)
     return replicas
 
 
