@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 228_536
+TOTAL = 228_378
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -211,13 +211,13 @@ TOKENS = {
     "launch": 18_175,
     "map": 4_960,
     "model": 16_548,
-    "parallel": 10_716,
+    "parallel": 10_537,
     "pipelining": 17_372,
     "prediction": 4_002,
     "profiling": 3_096,
     "report": 1_850,
     "run": 3_759,
-    "strategies": 50_298,
+    "strategies": 50_319,
     "tensors": 8_049,
     "threads": 5_430,
     "top": 7_820,

@@ -163,8 +163,9 @@ class PP(Strategy):
         if before:
             way = self._as_before(before, len(world.devices))
         if not way._is_open:
-            is_settled = way.device_map is not None or len(world.devices) == 1
-            if is_settled or is_stream(job.train_data):
+            if way.device_map is None and len(world.devices) == 1:
+                return replace(way, device_map={"": 0})
+            if way.device_map is not None or is_stream(job.train_data):
                 return way
         elif is_stream(job.train_data):
             raise StrategyError(
@@ -174,17 +175,14 @@ class PP(Strategy):
 
         try:
             found, choice = way._measured(job, world)
-        except TooFewLayers:
-            if way._is_open:
-                raise
-            return way  # layers that this forward didn't come to have parameters, too
         except Exception as error:
-            if way._is_open or isinstance(error, LockstepError):
+            # Layers that this forward didn't come to have parameters, too.
+            is_short = isinstance(error, TooFewLayers)
+            if way._is_open or (isinstance(error, LockstepError) and not is_short):
                 raise
-            why = (
-                f"observing a forward raised {error_line(error)}: stages are balanced by parameters"
-            )
-            world.emit(Line(why, "plan"))
+            if not is_short:
+                why = f"observing a forward raised {error_line(error)}"
+                world.emit(Line(f"{why}: stages are balanced by parameters", "plan"))
             return way
 
         _log_stages(found, world)
