@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import StrategyError
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.tensors.pytree import each, tensors
 
-Places = list[tuple[nn.Module, str, str]]
-"""Modules, the names that they have for a parameter, and the parameter's name in the model."""
+_SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether ``fully_shard`` sums zeros for parameters that this rank didn't use (torch 2.13)."""
 
 _computing: list[str] = []
 """What the sharded steps of this process compute now."""
@@ -31,8 +32,8 @@ def during(what: str) -> Iterator[None]:
     """Note what a step computes in this context.
 
     Args:
-        what: ``"stand-in"``, another rank's sample, which uses no parameter; ``"backward"``, that
-            of an update, while others are refused; ``"loss"``, which must not call a sharded model.
+        what: ``"backward"``, that of an update, while others are refused; ``"loss"``, which must
+            not call a sharded model.
     """
     _computing.append(what)
     try:
@@ -53,74 +54,94 @@ class BlockWatch:
 
     Attributes:
         used: the names of the parameters that got a gradient.
-        written: the names of parameters that forward writes.
         order: a hash below 2^20 of the blocks that this rank has come to, in their order.
     """
 
     def __init__(self, model: nn.Module, shards: Shards) -> None:
+        self._shards = shards
         self.used: set[str] = set()
-        self.written: set[str] = set()
         self.order = 0
 
-        in_blocks: set[nn.Module] = set()
-        for number, (name, block) in enumerate(shards.blocks.items(), start=1):
+        rest = set(model.modules())
+        for number, block in enumerate(shards.blocks.values(), start=1):
             modules = set(block.modules())
-            in_blocks |= modules
-            self._register(shards, block, modules, f'"{name}"', number)
+            rest -= modules
+            self._register(block, modules, number)
+        self._register(model, rest, 0)
 
-        rest = set(model.modules()) - in_blocks
-        self._register(shards, model, rest, "the model", len(shards.blocks) + 1)
-
-    def _register(
-        self, shards: Shards, block: nn.Module, modules: set[nn.Module], name: str, number: int
-    ) -> None:
+    def _register(self, block: nn.Module, modules: set[nn.Module], number: int) -> None:
         """Register hooks on a block.
 
         Args:
-            shards: of the model.
             block: the block, or the model.
             modules: those whose parameters the block gathers.
-            name: what messages call the block.
             number: of the block, the same on all ranks.
         """
-        places: Places = []
-        for of_model in shards.cut:
-            for module, key in shards.places[of_model]:
+        places = []
+        for name in self._shards.cut:
+            for module, key in self._shards.places[name]:
                 if module in modules:
-                    places.append((module, key, of_model))
-        watched: set[int] = set()  # the gathered parameters are the same objects each time
+                    places.append((name, module, key))
+        # The gathered parameters are the same objects each time, and have other memory.
+        gathered: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
+        watched: set[nn.Parameter] = set()
 
-        def when_gathered(module: nn.Module, args: Any) -> None:
+        def begin(module: nn.Module, args: Any) -> None:
+            if "loss" in _computing:  # ranks call a loss unequally often, to check it
+                raise StrategyError(
+                    "fsdp: the loss calls a sharded model, whose blocks are gathered in forward "
+                    "only: take ddp"
+                )
             self.order = hash((self.order, number)) % 2**20
-            if not torch.is_grad_enabled():
-                return
-            for holder, key, of_model in places:
+            for name, holder, key in places:
                 p = holder._parameters[key]
-                if p is None or not p.requires_grad or id(p) in watched:
-                    continue
-                watched.add(id(p))
-                note = functools.partial(self._note_gradient, of_model)
-                p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                assert p is not None
+                gathered[name] = p, p.data
+                if p.requires_grad and p not in watched:
+                    watched.add(p)
+                    note = functools.partial(self._note_gradient, name)
+                    p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-        # The first one comes before that of ``fully_shard``, which gathers.
-        block.register_forward_pre_hook(_refuse_in_loss, prepend=True)
-        block.register_forward_pre_hook(when_gathered)
-        block.register_forward_hook(self._keeps_written(shards, places), prepend=True)
-        block.register_forward_hook(_holds_outputs(name), prepend=True)
+        def begin_backward(grad: torch.Tensor) -> None:
+            if "backward" not in _computing:
+                raise StrategyError(
+                    "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, "
+                    "a gradient penalty), which needs parameters of blocks that are freed "
+                    "already: take ddp"
+                )
+            for p, _ in gathered.values():
+                if p.requires_grad and p.grad is None and not _SENDS_ZEROS:
+                    p.grad = torch.zeros_like(p)
 
-    def _keeps_written(self, shards: Shards, places: Places) -> Callable[..., None]:
-        """Return a hook that gives the shards what a block's forward has written."""
+        def end(module: nn.Module, args: Any, outputs: Any) -> Any:
+            if gathered:
+                self._keep_written(gathered)
+            if not torch.is_grad_enabled():
+                return outputs
+            outputs = each(_apart, outputs, on_packed=lambda packed: packed)
+            for tensor in tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
+            return outputs
 
-        @torch.no_grad()
-        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
-            if not self.written:
-                return
-            for holder, key, of_model in places:
-                if of_model in self.written:
-                    part = shards.part_of(of_model, holder._parameters[key])
-                    shards.local[of_model].copy_(part)
+        block.register_forward_pre_hook(begin)
+        block.register_forward_hook(end, prepend=True)
 
-        return hook
+    @torch.no_grad()
+    def _keep_written(self, gathered: dict[str, tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Give shards what forward may have written to their gathered parameters.
+
+        Args:
+            gathered: by name, the parameters, and the memory that they were gathered in.
+        """
+        parts = []
+        rows = []
+        for name, (p, data) in gathered.items():
+            if p.data_ptr() != data.data_ptr():  # forward has assigned other memory
+                p.data = data.copy_(p.data)
+            parts.append(self._shards.local[name])
+            rows.append(self._shards.rows_in(name, data))
+        torch._foreach_copy_(parts, rows)
 
     def begin(self) -> None:
         """Forget the last update, or the last batch of an evaluation."""
@@ -128,60 +149,8 @@ class BlockWatch:
         self.order = 0
 
     def _note_gradient(self, name: str, p: torch.Tensor) -> None:
-        """Note that a parameter of this name got a gradient, unless it is a stand-in's."""
-        if "stand-in" not in _computing:
-            self.used.add(name)
-
-
-def _refuse_in_loss(block: nn.Module, args: Any) -> None:
-    """Refuse a loss that calls a sharded model: ranks call a loss unequally often, to check it.
-
-    Raises:
-        StrategyError: a loss is being computed.
-    """
-    if "loss" in _computing:
-        raise StrategyError(
-            "fsdp: the loss calls a sharded model, whose blocks are gathered in forward only: take "
-            "ddp"
-        )
-
-
-def _holds_outputs(name: str) -> Callable[..., Any]:
-    """Return a hook on a block's outputs, whose backward gathers the block's parameters.
-
-    Args:
-        name: what messages call the block.
-    """
-
-    def hook(block: nn.Module, args: Any, outputs: Any) -> Any:
-        """Raise StrategyError where no output would gather parameters that need gradients."""
-        if not torch.is_grad_enabled():
-            return outputs
-        outputs = each(_apart, outputs, on_packed=lambda packed: packed)
-        found = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
-        if not found and any(p.requires_grad for p in block.parameters()):
-            raise StrategyError(
-                f"fsdp: the outputs of {name} ({type(outputs).__name__}) have no tensor with a "
-                "gradient: return tensors, or lists or dicts of them, or take ddp"
-            )
-        for tensor in found:
-            tensor.register_hook(_refuse_other_backwards)  # type: ignore[no-untyped-call]
-        return outputs
-
-    return hook
-
-
-def _refuse_other_backwards(grad: torch.Tensor) -> None:
-    """Refuse a backward through a block that isn't that of an update.
-
-    Raises:
-        StrategyError: it is another one.
-    """
-    if "backward" not in _computing:
-        raise StrategyError(
-            "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a "
-            "gradient penalty), which needs parameters of blocks that are freed already: take ddp"
-        )
+        """Note that a parameter of this name got a gradient."""
+        self.used.add(name)
 
 
 def _apart(output: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ from torch import nn
 from lockstep.data import Part
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of
-from lockstep.strategies.sharded.block_hooks import during
 from lockstep.strategies.sums.reference_modes import known_in_evaluation_mode
 from lockstep.tensors.pytree import to_device
 
@@ -52,7 +51,7 @@ def standing_in(model: nn.Module) -> Iterator[None]:
         before = buffer.clone()
         kept.append((module, name, buffer, before))
     try:
-        with during("stand-in"), known_in_evaluation_mode(model):
+        with known_in_evaluation_mode(model):
             yield
     finally:
         with torch.no_grad():

@@ -146,10 +146,12 @@ class ShardedStep(RankStep):
         So this rank takes part in each collective.
         """
         part = self.placed(part)
+        used = set(self.watch.used)
         with standing_in(self.model):
             _, loss = self._outputs_and_loss(self.model, part)
             if loss.total.requires_grad:
                 self._add_gradient(loss.total, 0)
+        self.watch.used = used
 
     @phase("computing", "clip")
     def _clip(self, clip_norm: float) -> None:
@@ -187,11 +189,6 @@ class ShardedStep(RankStep):
         device = self.world.exchange_device
         ranks = torch.tensor(float(is_unfit), device=device)
         return not self.world.all_reduce(ranks)
-
-    def _check_sums(self, batch: Batch) -> None:
-        """Hold a batch to being the sum of its parts, and keep what forward writes."""
-        super()._check_sums(batch)
-        self.watch.written = self.sums.written
 
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known, or is the shards."""

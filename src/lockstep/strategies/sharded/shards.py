@@ -155,14 +155,15 @@ class Shards(ParameterLayout):
         p = self.cut_parameter(name)
         if p is None:
             return whole  # type: ignore[no-any-return]
-        if isinstance(whole, RowShard):
-            rows = whole.local
-        else:
-            sizes, number = self.rows_of(p)
-            start = sum(sizes[:number])
-            rows = whole.detach().narrow(0, start, sizes[number])
+        rows = whole.local if isinstance(whole, RowShard) else self.rows_in(name, whole)
         part = torch.empty(rows.shape, dtype=rows.dtype, device=p.device)
         return part.copy_(rows)
+
+    def rows_in(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a tensor of the shape of a parameter, in the same memory."""
+        sizes, number = self.rows_of(self.cut[name])
+        start = sum(sizes[:number])
+        return whole.detach().narrow(0, start, sizes[number])
 
     def as_rows(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Return the tensor of the shape of a parameter that has these rows on this rank.

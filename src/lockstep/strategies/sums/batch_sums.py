@@ -51,7 +51,6 @@ class BatchSums:
     Attributes:
         last: the last update that is checked.
         draws: whether the model, or the loss, was found to draw random numbers.
-        written: names of parameters that forward writes.
         notes: of the last check, which the end of the update logs: if the update raises, its error
             is all that is logged.
     """
@@ -65,7 +64,6 @@ class BatchSums:
         self._is_owed = False  # a check, since a batch had too few samples
         self.last: float = math.inf
         self.draws = False
-        self.written: set[str] = set()
         self.notes: list[Caveat] = []
 
     def is_due(self, update: int) -> bool:
@@ -110,7 +108,6 @@ class BatchSums:
             return
         self._has_checked = True
         self.draws |= verdict.draws
-        self.written |= set(verdict.written)
         if verdict.communicates:
             self._every = 0
         if step.world.is_first:
