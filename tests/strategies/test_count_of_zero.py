@@ -19,7 +19,6 @@ from lockstep import Job, train
 from lockstep.errors import LossError
 from lockstep.strategies import named
 from lockstep.strategies.ddp import DDP
-from lockstep.strategies.fsdp import FSDP
 
 from harness import parity  # isort: skip
 from zoo import NOTHING, SAMPLES, ZOO, zero_for_none  # isort: skip
@@ -70,7 +69,7 @@ WAYS: dict[str, tuple[Any, str, dict[str, Any]]] = {
         {"model": normed, "sync_batchnorm": True},
     ),
     "fsdp": ("fsdp", "2xcpu", {}),
-    "fsdp, accumulated": (FSDP(sync_each_microbatch=False), "2xcpu", PARTS),
+    "fsdp, accumulated": ("fsdp", "2xcpu", PARTS),
     "fsdp, sync_batchnorm": ("fsdp", "2xcpu", {"model": normed, "sync_batchnorm": True}),
     "ddp=2xfsdp=2": (named("ddp=2xfsdp=2"), "4xcpu", {}),
 }

@@ -294,14 +294,6 @@ def test_shards_end_where_one_device_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["tied blocks, in micro-batches, clipped", "a layer unused in some micro-batches"]
-)
-def test_whole_gradients_of_micro_batches_are_summed_once(kind: str) -> None:
-    assert parity(KINDS[kind], FSDP(sync_each_microbatch=False), devices="3xcpu").worst < BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     "kind", ["a layer unused on one rank", slow("a layer unused in some micro-batches")]
 )
 def test_unused_parameters_in_earlier_versions_of_torch(kind: str, monkeypatch) -> None:

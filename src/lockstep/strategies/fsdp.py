@@ -8,6 +8,7 @@ is gathered for all of forward and backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -67,14 +68,10 @@ class FSDP(WithShares):
             or names, with commas between, of modules or lists of modules.
         elementwise: confirm that an optimizer that is not PyTorch's treats each element of a
             parameter by itself.
-        sync_each_microbatch: sum the gradients of each micro-batch into shards. False sums once an
-            update, which communicates less, but each rank then holds the whole gradients of the
-            update.
     """
 
     blocks: str = "auto"
     elementwise: bool = False
-    sync_each_microbatch: bool = True
 
     name: ClassVar[str] = "fsdp"
     summary: ClassVar[str] = (
@@ -106,7 +103,7 @@ class FSDP(WithShares):
         from lockstep.strategies.sharded.blocks import blocks_of
         from lockstep.strategies.sharded.recast_weights import recast_weights
         from lockstep.strategies.sharded.sharded_step import ShardedStep
-        from lockstep.strategies.sharded.shards import Shards
+        from lockstep.strategies.sharded.whole_parameters import ShardedLayout
 
         self.refuse_other_processes(world)
         # The whole may be too large for a device.
@@ -127,20 +124,16 @@ class FSDP(WithShares):
         if job.precision == "bf16":
             for block in blocks.values():
                 recast_weights(block)
-        shards = Shards(model, optimizer, mesh, blocks, world.device.torch)
-        shards.refuse_others()
-
-        unchecked = self._why_unchecked(whole, world)
+        shards = ShardedLayout(model, optimizer, mesh, blocks, world)
         if world.is_first:
-            if unchecked is not None and job.check_every != 0:
-                text = f"{unchecked}: the sum check is left out"
-                world.emit(Line.note(text))
             self._log_shards(shards, whole, world)
         elementwise = self._is_elementwise(optimizer)
         step = ShardedStep(model, optimizer, job, world, exchange, shards, elementwise)
-        step.sync_each_microbatch = self.sync_each_microbatch
-        if unchecked is not None:
+        if 3 * whole > min(world.gather_objects(_free(world))):
             step.sums.last = 0
+            text = f"a device has no room for all {size(whole)}: the sum check is left out"
+            if world.is_first and job.check_every != 0:
+                world.emit(Line.note(text))
         return step
 
     def _log_shards(self, shards: Shards, whole: int, world: World) -> None:
@@ -154,13 +147,6 @@ class FSDP(WithShares):
             f"{counted(len(shards.blocks), 'block')}"
         )
         world.emit(Line(text, "plan"))
-
-    def _why_unchecked(self, whole: int, world: World) -> str | None:
-        """Say why ranks can't gather the whole model to check sums of parts; None if they can."""
-        for why in world.gather_objects(_no_room(whole, world)):
-            if why is not None:
-                return why
-        return None
 
     def _is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(getattr(optimizer, "elementwise", self.elementwise))
@@ -219,19 +205,9 @@ class FSDP(WithShares):
             )
 
 
-def _no_room(whole: int, world: World) -> str | None:
-    """Say why a rank's device can't hold the whole model with its gradients; None if it can.
-
-    Args:
-        whole: bytes of the model's parameters.
-        world: of this rank.
-    """
-    if world.device.is_slot:
-        return None
-    free = free_memory(world.device)
-    if 3 * whole <= free:
-        return None
-    return f"{world.device} has {size(free)} free, and the whole model takes {size(whole)}"
+def _free(world: World) -> float:
+    """Return the bytes that a rank's device has free for the whole model and its gradients."""
+    return math.inf if world.device.is_slot else free_memory(world.device)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import StrategyError
-from lockstep.strategies.sharded.shards import Shards
+from lockstep.strategies.sharded.fully_sharded import sends_zeros
+from lockstep.strategies.sharded.whole_parameters import ShardedLayout
 from lockstep.tensors.pytree import each, tensors
-
-_SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether ``fully_shard`` sums zeros for parameters that this rank didn't use (torch 2.13)."""
 
 _computing: list[str] = []
 """What the sharded steps of this process compute now."""
@@ -57,8 +54,7 @@ class BlockWatch:
         order: a hash below 2^20 of the blocks that this rank has come to, in their order.
     """
 
-    def __init__(self, model: nn.Module, shards: Shards) -> None:
-        self._shards = shards
+    def __init__(self, model: nn.Module, shards: ShardedLayout) -> None:
         self.used: set[str] = set()
         self.order = 0
 
@@ -66,91 +62,110 @@ class BlockWatch:
         for number, block in enumerate(shards.blocks.values(), start=1):
             modules = set(block.modules())
             rest -= modules
-            self._register(block, modules, number)
-        self._register(model, rest, 0)
+            _BlockHooks(self, shards, block, modules, number)
+        _BlockHooks(self, shards, model, rest, 0)
 
-    def _register(self, block: nn.Module, modules: set[nn.Module], number: int) -> None:
-        """Register hooks on a block.
+    def begin(self) -> None:
+        """Forget the last update."""
+        self.used.clear()
+        self.order = 0
 
-        Args:
-            block: the block, or the model.
-            modules: those whose parameters the block gathers.
-            number: of the block, the same on all ranks.
-        """
-        places = []
-        for name in self._shards.cut:
-            for module, key in self._shards.places[name]:
+
+class _BlockHooks:
+    """The hooks of a block, or of the model.
+
+    Args:
+        watch: notes what they find.
+        shards: of the model.
+        block: the block, or the model.
+        modules: those whose parameters the block gathers.
+        number: of the block, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        watch: BlockWatch,
+        shards: ShardedLayout,
+        block: nn.Module,
+        modules: set[nn.Module],
+        number: int,
+    ) -> None:
+        self._watch = watch
+        self._shards = shards
+        self._number = number
+        self._places = []
+        for name in shards.local:
+            for module, key in shards.places[name]:
                 if module in modules:
-                    places.append((name, module, key))
-        # The gathered parameters are the same objects each time, and have other memory.
-        gathered: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
-        watched: set[nn.Parameter] = set()
+                    self._places.append((name, module, key))
+        # By name, the gathered parameters, which are the same objects each time, and the memory
+        # that they are gathered in.
+        self._gathered: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._watched: set[nn.Parameter] = set()
+        block.register_forward_pre_hook(shards.unless_whole(self._begin))
+        block.register_forward_hook(shards.unless_whole(self._end), prepend=True)
 
-        def begin(module: nn.Module, args: Any) -> None:
-            if "loss" in _computing:  # ranks call a loss unequally often, to check it
-                raise StrategyError(
-                    "fsdp: the loss calls a sharded model, whose blocks are gathered in forward "
-                    "only: take ddp"
-                )
-            self.order = hash((self.order, number)) % 2**20
-            for name, holder, key in places:
-                p = holder._parameters[key]
-                assert p is not None
-                gathered[name] = p, p.data
-                if p.requires_grad and p not in watched:
-                    watched.add(p)
-                    note = functools.partial(self._note_gradient, name)
-                    p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """Note that this rank has come to the block."""
+        if "loss" in _computing:  # ranks call a loss unequally often, to check it
+            raise StrategyError(
+                "fsdp: the loss calls a sharded model, whose blocks are gathered in forward only: "
+                "take ddp"
+            )
+        self._watch.order = hash((self._watch.order, self._number)) % 2**20
+        for name, holder, key in self._places:
+            p = holder._parameters[key]
+            assert p is not None
+            self._gathered[name] = p, p.data
+            if p.requires_grad and p not in self._watched:
+                self._watched.add(p)
+                note = functools.partial(self._note_gradient, name)
+                p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-        def begin_backward(grad: torch.Tensor) -> None:
-            if "backward" not in _computing:
-                raise StrategyError(
-                    "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, "
-                    "a gradient penalty), which needs parameters of blocks that are freed "
-                    "already: take ddp"
-                )
-            for p, _ in gathered.values():
-                if p.requires_grad and p.grad is None and not _SENDS_ZEROS:
-                    p.grad = torch.zeros_like(p)
+    def _note_gradient(self, name: str, p: torch.Tensor) -> None:
+        self._watch.used.add(name)
 
-        def end(module: nn.Module, args: Any, outputs: Any) -> Any:
-            if gathered:
-                self._keep_written(gathered)
-            if not torch.is_grad_enabled():
-                return outputs
-            outputs = each(_apart, outputs, on_packed=lambda packed: packed)
-            for tensor in tensors(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]
+    def _end(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        """Keep what forward wrote, and hook the outputs, whose backward gathers the block."""
+        if self._gathered:
+            self._keep_written()
+        if not torch.is_grad_enabled():
             return outputs
-
-        block.register_forward_pre_hook(begin)
-        block.register_forward_hook(end, prepend=True)
+        outputs = each(_apart, outputs, on_packed=lambda packed: packed)
+        for tensor in tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+        return outputs
 
     @torch.no_grad()
-    def _keep_written(self, gathered: dict[str, tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Give shards what forward may have written to their gathered parameters.
-
-        Args:
-            gathered: by name, the parameters, and the memory that they were gathered in.
-        """
-        parts = []
+    def _keep_written(self) -> None:
+        """Give shards what forward may have written to their gathered parameters."""
+        parts: list[torch.Tensor] = []
         rows = []
-        for name, (p, data) in gathered.items():
+        for name, (p, data) in self._gathered.items():
             if p.data_ptr() != data.data_ptr():  # forward has assigned other memory
                 p.data = data.copy_(p.data)
             parts.append(self._shards.local[name])
             rows.append(self._shards.rows_in(name, data))
         torch._foreach_copy_(parts, rows)
 
-    def begin(self) -> None:
-        """Forget the last update, or the last batch of an evaluation."""
-        self.used.clear()
-        self.order = 0
+    def _begin_backward(self, grad: torch.Tensor) -> None:
+        """Refuse a backward through the block that isn't that of an update.
 
-    def _note_gradient(self, name: str, p: torch.Tensor) -> None:
-        """Note that a parameter of this name got a gradient."""
-        self.used.add(name)
+        Raises:
+            StrategyError: it is another one.
+        """
+        if "backward" not in _computing:
+            raise StrategyError(
+                "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a "
+                "gradient penalty), which needs parameters of blocks that are freed already: take "
+                "ddp"
+            )
+        if sends_zeros():
+            return
+        for p, _ in self._gathered.values():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
 
 
 def _apart(output: torch.Tensor) -> torch.Tensor:

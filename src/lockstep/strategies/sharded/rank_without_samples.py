@@ -29,10 +29,8 @@ def stand_in_for(part: Part, world: World) -> Part | None:
     """
     if part.of >= world.size:
         return None
-    given = part.inputs, part.targets, part.size
-    if world.is_first and not world.device.is_slot:
-        # Else the other ranks would unpack it on this rank's device.
-        given = to_device(given, torch.device("cpu"))
+    # Else the other ranks would unpack tensors of an accelerator on this rank's device.
+    given = to_device((part.inputs, part.targets, part.size), torch.device("cpu"))
     inputs, targets, size = world.broadcast_object(given)
     if part.size:
         return None
@@ -43,13 +41,12 @@ def stand_in_for(part: Part, world: World) -> Part | None:
 def standing_in(model: nn.Module) -> Iterator[None]:
     """Compute a sample of another rank in this context; buffers get their earlier values at its end.
 
-    Batch norms take no statistics meanwhile, and no parameter counts as used.
+    Batch norms take no statistics meanwhile.
     """
     kept = []
     for module, name in buffers_of(model):
         buffer = module.get_buffer(name)
-        before = buffer.clone()
-        kept.append((module, name, buffer, before))
+        kept.append((module, name, buffer, buffer.clone()))
     try:
         with known_in_evaluation_mode(model):
             yield

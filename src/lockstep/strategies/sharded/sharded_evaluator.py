@@ -37,7 +37,7 @@ class ShardedEvaluator(Evaluator):
                 yield
             finally:
                 if not self._step.layout.are_gathered:
-                    self._step.shards.modules.reshard()
+                    self._step.shards.reshard()
 
     def of_each(
         self,
@@ -50,7 +50,6 @@ class ShardedEvaluator(Evaluator):
             StrategyError: the function uses a parameter outside of the block's forward.
         """
         step = self._step
-        step.watch.begin()
         other = stand_in_for(batch.parts[0], step.world)
         try:
             if other is None:

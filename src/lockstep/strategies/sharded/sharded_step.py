@@ -10,6 +10,7 @@ gradients, unless the strategy says otherwise.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -27,8 +28,8 @@ from lockstep.strategies.sharded.block_hooks import BlockWatch, during
 from lockstep.strategies.sharded.rank_without_samples import stand_in_for, standing_in
 from lockstep.strategies.sharded.shard_reducer import ShardReducer
 from lockstep.strategies.sharded.sharded_evaluator import ShardedEvaluator, explain_shards
-from lockstep.strategies.sharded.shards import Shards, refuse_hooks
-from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP, WholeParameters
+from lockstep.strategies.sharded.shards import refuse_hooks
+from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP, ShardedLayout
 from lockstep.strategies.steps.update_result import added
 from lockstep.threads.replica_collectives import RankExchange
 
@@ -48,14 +49,10 @@ class ShardedStep(RankStep):
     Attributes:
         shards: of the model.
         watch: finds what forward and backward do with gathered parameters.
-        sync_each_microbatch: whether gradients of each micro-batch are summed into shards, else
-            only those of the last one.
     """
 
     of_own_loop = (OF_OWN_LOOP,)
     _evaluator_kind = ShardedEvaluator
-
-    sync_each_microbatch = True
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class ShardedStep(RankStep):
         job: Recipe,
         world: World,
         exchange: RankExchange | None,
-        shards: Shards,
+        shards: ShardedLayout,
         elementwise: bool,
     ) -> None:
         self.shards = shards
@@ -79,8 +76,7 @@ class ShardedStep(RankStep):
         self.watch = BlockWatch(model, shards)
         self.reducer = ShardReducer(model, shards, self.watch, world)
         self.loss.within = functools.partial(during, "loss")
-        self.layout: Shards = shards
-        shards.gathers = WholeParameters(model, optimizer, shards, world)
+        self.layout: ShardedLayout = shards
 
     def _own_parameters(self) -> Mapping[str, nn.Parameter]:
         """Give the shard of each parameter, which the optimizer has, or the whole of one that isn't
@@ -105,15 +101,6 @@ class ShardedStep(RankStep):
 
     # ---- an update -------------------------------------------------------------------------------
 
-    def _local_gradients(self, batch: Batch) -> Loss:
-        """Leave the gradients of this rank's local batches; without gradients, free what is in no
-        block, which backward frees otherwise.
-        """
-        loss = super()._local_gradients(batch)
-        if not torch.is_grad_enabled():
-            self.shards.modules.reshard()
-        return loss
-
     def _add_parts(self, batch: Batch) -> Loss:
         """Leave the gradients of this rank's local batches, and return the sum of their losses.
 
@@ -126,9 +113,6 @@ class ShardedStep(RankStep):
         # In a loop of one's own no rank may have a sample of a part.
         parts = [part for part in batch.parts if part.of]
         for number, part in enumerate(parts):
-            if not self.sync_each_microbatch:
-                is_last = number == len(parts) - 1
-                self.shards.modules.sum_in_backward(is_last)
             self._begin_exchange(part)
             self.draws.begin_part(number)
             other = stand_in_for(part, self.world)
@@ -136,8 +120,7 @@ class ShardedStep(RankStep):
                 self._compute_in_vain(other)
                 continue
             loss = self._forward_loss(self.model, self.placed(part))
-            made = self._backward(loss, batch.size)
-            losses.append(made)
+            losses.append(self._backward(loss, batch.size))
         return added(losses)
 
     def _compute_in_vain(self, part: Part) -> None:
@@ -155,20 +138,16 @@ class ShardedStep(RankStep):
 
     @phase("computing", "clip")
     def _clip(self, clip_norm: float) -> None:
-        """Keep the norm of all gradients together at ``clip_norm`` or less.
-
-        The square of the norm is summed over the ranks.
-        """
-        square = self.world.all_reduce(self._square_of_norm())
-        self.grad_norm = square.sqrt()
+        """Keep the norm of all gradients together at ``clip_norm`` or less."""
+        self.grad_norm = self._norm()
         values = gradient_values(self.trained.values)
         scale_to_norm(values, self.grad_norm, clip_norm)
 
-    def _square_of_norm(self) -> torch.Tensor:
-        """Compute the square of the norm of the gradients that this rank counts.
+    def _norm(self) -> torch.Tensor:
+        """Compute the norm of all gradients together; every rank calls this.
 
-        Each element of a gradient is counted by one rank: a shard by the first replica, a whole
-        gradient by the first rank.
+        Each element is counted by one rank: a shard by the first replica, a whole gradient by the
+        first rank.
         """
         counted = []
         for name, p in zip(self.trained.names, self.trained.values, strict=True):
@@ -177,18 +156,13 @@ class ShardedStep(RankStep):
                 counts = self.world.is_first
             if counts:
                 counted.append(p)
-        values = gradient_values(counted)
-        if not values:
-            return torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
-        norm = nn.utils.get_total_norm(values)
-        return norm.double().square()
+        norm = nn.utils.get_total_norm(gradient_values(counted))
+        square = norm.to(self.world.device.torch, torch.float64).square()
+        return self.world.all_reduce(square).sqrt()
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the shards of the gradients are finite on all ranks."""
-        is_unfit = not super()._gradients_are_finite()
-        device = self.world.exchange_device
-        ranks = torch.tensor(float(is_unfit), device=device)
-        return not self.world.all_reduce(ranks)
+        return math.isfinite(self._norm())
 
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known, or is the shards."""

@@ -15,25 +15,21 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import StrategyError
 from lockstep.model.optimizers.kinds import is_hooked
 from lockstep.model.optimizers.state import load_named_optimizer_state, named_optimizer_state
-from lockstep.strategies.sharded.fully_sharded import ShardedModules, kept_whole
+from lockstep.strategies.sharded.fully_sharded import kept_whole, shard_modules
 from lockstep.strategies.steps.parameter_layout import ParameterLayout
 from lockstep.tensors.row_shard import RowShard
-
-if TYPE_CHECKING:
-    from lockstep.strategies.sharded.whole_parameters import WholeParameters
 
 Place = tuple[nn.Module, str]
 
@@ -56,16 +52,15 @@ class Shards(ParameterLayout):
         blocks: as given.
         uncut: the names of parameters that every rank keeps whole.
         places: by the name of each parameter, the modules that hold it, and its names there.
-        modules: the blocks and the model, which ``fully_shard`` has changed.
-        cut: by name, the parameters that were cut, as the model holds them.
+        cut: by every name, the parameters that were cut, as the model holds them.
         local: by name, this rank's part of each.
         mine: by name, what this rank has of every parameter: its part, or all of it.
-        first_hook: the number of the first hook that sharding registers.
-        gathers: gives the model its whole parameters for a while.
+
+    Raises:
+        StrategyError: something beside the optimizer keeps whole parameters.
     """
 
     keeps_shards = True
-    gathers: WholeParameters
 
     def __init__(
         self,
@@ -80,70 +75,53 @@ class Shards(ParameterLayout):
         self.blocks = dict(blocks)
         self.uncut = kept_whole(model)
         self.places = places_of(model)
-        self.first_hook = RemovableHandle.next_id
 
         before = dict(model.named_parameters())
         whole = {before[name] for name in self.uncut}
-        self.modules = ShardedModules(model, blocks.values(), mesh, whole, place)
-        self.cut: dict[str, nn.Parameter] = {}
+        self._sharded_class = shard_modules(model, blocks.values(), mesh, whole, place)
+        self.cut: dict[str, DTensor] = {}
         self.local: dict[str, nn.Parameter] = {}
         self.mine: dict[str, nn.Parameter] = {}
         for name, p in model.named_parameters():
-            if not isinstance(p, DTensor):
-                self.mine[name] = p
-                continue
-            part = nn.Parameter(local_part(p), requires_grad=p.requires_grad)
-            self.cut[name] = p
-            self.local[name] = part
-            self.mine[name] = part
-        self._by_every_name = {}
+            self.mine[name] = p
+            if isinstance(p, DTensor):
+                part = nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
+                self.local[name] = part
+                self.mine[name] = part
         for name, p in model.named_parameters(remove_duplicate=False):
             if isinstance(p, DTensor):
-                self._by_every_name[name] = p
+                self.cut[name] = p
 
-        self._before = {name: weakref.ref(before[name]) for name in self.cut}
-        self._named = _Named(self.mine)
-        self._give_parts()
+        # What gives the optimizer's state by name only asks a model for its parameters.
+        self._named: Any = SimpleNamespace(named_parameters=self.mine.items)
+        replaced = {name: weakref.ref(before[name]) for name in self.local}
+        del before, whole
+        self._give_parts({before(): name for name, before in replaced.items()})
+        _refuse_others(replaced)
 
-    def _give_parts(self) -> None:
+    def _give_parts(self, names: Mapping[nn.Parameter | None, str]) -> None:
         """Replace the whole parameters of the optimizer by the local ones, with their state."""
         states = self._optimizer.state
-        names = {kept(): name for name, kept in self._before.items()}
         for group in self._optimizer.param_groups:
-            given = []
-            for p in group["params"]:
-                name = names.get(p)
-                if name is None:
-                    given.append(p)
+            group["params"] = list(group["params"])
+            for number, p in enumerate(group["params"]):
+                if p not in names:
                     continue
+                name = names[p]
                 local = self.local[name]
-                given.append(local)
+                group["params"][number] = local
                 if p in states:
-                    whole = states.pop(p)
-                    states[local] = self.cut_state(name, whole)
-            group["params"] = given
+                    states[local] = self.cut_state(name, states.pop(p))
 
-    def refuse_others(self) -> None:
-        """Refuse a model whose whole parameters something keeps beside the optimizer.
-
-        Raises:
-            StrategyError: it would use what they were.
-        """
-        gc.collect()
-        for name, kept in self._before.items():
-            if kept() is not None:
-                raise StrategyError(
-                    f'fsdp: parameter "{name}" is referenced outside of its module (by a list, a '
-                    "closure, a variable of yours, or the graph of a copy), which would keep "
-                    "the unsharded values: access it through its module, and copy it by "
-                    "p.detach().clone(); or take ddp"
-                )
+    def reshard(self) -> None:
+        """Free what is gathered beside the blocks."""
+        model: Any = self._model
+        own = type(model)
+        model.__class__ = self._sharded_class
+        model.reshard()
+        model.__class__ = own
 
     # ---- the whole and its parts -----------------------------------------------------------------
-
-    def cut_parameter(self, name: str) -> DTensor | None:
-        """Return the parameter of this name, if it was cut."""
-        return self._by_every_name.get(name)
 
     def part_of(self, name: str, whole: Any) -> torch.Tensor:
         """Copy this rank's part of a tensor of the shape of a parameter to this rank's device.
@@ -152,7 +130,7 @@ class Shards(ParameterLayout):
             name: of the parameter. Where it isn't cut, the tensor is returned as it is.
             whole: the tensor, or a `RowShard`, which has only this part.
         """
-        p = self.cut_parameter(name)
+        p = self.cut.get(name)
         if p is None:
             return whole  # type: ignore[no-any-return]
         rows = whole.local if isinstance(whole, RowShard) else self.rows_in(name, whole)
@@ -172,7 +150,7 @@ class Shards(ParameterLayout):
             name: of the parameter. Where it isn't cut, the rows are all of the tensor.
             local: the rows, whose memory is shared.
         """
-        p = self.cut_parameter(name)
+        p = self.cut.get(name)
         if p is None:
             return local
         return DTensor.from_local(
@@ -213,30 +191,20 @@ class Shards(ParameterLayout):
 
         They are those of DTensor: as many as fit evenly, rounded up, until none is left.
         """
-        number = self._coordinate[-1]
         ranks = self._mesh.size(self._mesh.ndim - 1)
-        left = len(tensor)
-        most = -(-left // ranks)
+        most = -(-len(tensor) // ranks)
         sizes = []
-        for _ in range(ranks):
-            size = min(most, left)
-            sizes.append(size)
-            left -= size
-        return tuple(sizes), number
+        for rank in range(ranks):
+            left = len(tensor) - rank * most
+            sizes.append(max(0, min(most, left)))
+        return tuple(sizes), self._coordinate[-1]
 
     def cut_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of an optimizer's state of a whole parameter.
 
         Tensors of another shape than the parameter, as counts of steps, are the same on all ranks.
         """
-        mine = dict(state)
-        if name not in self.cut:
-            return mine
-        shape = self.cut[name].shape
-        for key, value in state.items():
-            if _has_shape(value, shape):
-                mine[key] = self.part_of(name, value)
-        return mine
+        return self._each(self.cut, name, state, lambda value: self.part_of(name, value))
 
     def joined_state(self, name: str, state: Mapping[str, Any], whole: bool) -> dict[str, Any]:
         """Return an optimizer's state, gathered, or as rows; every rank calls this.
@@ -246,16 +214,24 @@ class Shards(ParameterLayout):
             state: of this rank's part of the parameter.
             whole: whether it is gathered, else this rank's rows are returned (`RowShard`).
         """
-        joined = dict(state)
-        if name not in self.cut:
-            return joined
-        given = self.gathered if whole else self._rows_in
-        shape = self.local[name].shape
-        for key, value in state.items():
-            if _has_shape(value, shape):
-                cut = self.as_rows(name, value)
-                joined[key] = given(cut)
-        return joined
+        given = self.joined if whole else self.rows
+        return self._each(self.local, name, state, lambda value: given(name, value))
+
+    def _each(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        name: str,
+        state: Mapping[str, Any],
+        function: Callable[[Any], Any],
+    ) -> dict[str, Any]:
+        """Return a state with what a function makes of tensors of the shape of a parameter."""
+        given = dict(state)
+        if name in parameters:
+            for key, value in state.items():
+                is_tensor = isinstance(value, torch.Tensor | RowShard)
+                if is_tensor and value.shape == parameters[name].shape:
+                    given[key] = function(value)
+        return given
 
     @property
     def is_first_replica(self) -> bool:
@@ -273,26 +249,6 @@ class Shards(ParameterLayout):
         return sum(p.nbytes for p in self.local.values())
 
     # ---- the layout ---------------------------------------------------------------------------------
-
-    @property
-    def are_gathered(self) -> bool:
-        """Whether the model has its whole parameters now."""
-        return self.gathers.are_gathered
-
-    def whole(self) -> AbstractContextManager[None]:
-        """The model and the optimizer have whole parameters in this context."""
-        return self.gathers.gathered()
-
-    def read(self) -> AbstractContextManager[None]:
-        """The model has whole parameters in this context; what is written to them is lost."""
-        return self.gathers.gathered(keeps=False)
-
-    def own(self) -> AbstractContextManager[None]:
-        """The model has this rank's shards in this context, within ``whole`` too.
-
-        State dicts are made and loaded in it.
-        """
-        return self.gathers.cut()
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Give, by name, what this process has of each parameter."""
@@ -317,7 +273,7 @@ class Shards(ParameterLayout):
             rest, _, _ = path.rpartition("/")
         elif kind != "model":
             return None
-        p = self.cut_parameter(rest)
+        p = self.cut.get(rest)
         if p is None or tuple(p.shape) != tuple(shape):
             return None
         return self.rows_of(p)
@@ -325,12 +281,9 @@ class Shards(ParameterLayout):
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """Give the model's state dict, gathered on every rank, or this rank's rows."""
         given = self.gathered if whole else self._rows_in
-        weights = {}
         with self.own():
             held = self._model.state_dict()
-            for name, value in held.items():
-                weights[name] = given(value)
-        return weights
+            return {name: given(value) for name, value in held.items()}
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over this rank's part of each tensor.
@@ -339,11 +292,10 @@ class Shards(ParameterLayout):
         """
         parts = dict(weights)
         for name, value in weights.items():
-            p = self.cut_parameter(name)
-            if p is None or value.shape != p.shape:
-                continue
-            part = self.part_of(name, value)
-            parts[name] = self.as_rows(name, part)
+            p = self.cut.get(name)
+            if p is not None and value.shape == p.shape:
+                part = self.part_of(name, value)
+                parts[name] = self.as_rows(name, part)
         with self.own():
             super().take_weights(parts)
 
@@ -383,16 +335,21 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that is cut, in the same memory."""
-    held = tensor.detach()
-    assert isinstance(held, DTensor)
-    return held.to_local()
+def _refuse_others(replaced: Mapping[str, weakref.ref[nn.Parameter]]) -> None:
+    """Refuse a model whose whole parameters something keeps beside the optimizer.
 
-
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    """Return whether a value of an optimizer's state is a tensor of a shape, or rows of one."""
-    return isinstance(value, torch.Tensor | RowShard) and value.shape == shape
+    Raises:
+        StrategyError: it would use what they were.
+    """
+    gc.collect()
+    for name, before in replaced.items():
+        if before() is not None:
+            raise StrategyError(
+                f'fsdp: parameter "{name}" is referenced outside of its module (by a list, a '
+                "closure, a variable of yours, or the graph of a copy), which would keep "
+                "the unsharded values: access it through its module, and copy it by "
+                "p.detach().clone(); or take ddp"
+            )
 
 
 def places_of(model: nn.Module) -> dict[str, list[Place]]:
@@ -409,19 +366,3 @@ def places_of(model: nn.Module) -> dict[str, list[Place]]:
             name = names[p]
             found[name].append((module, key))
     return found
-
-
-class _Named(nn.Module):
-    """Stands for a model whose parameters have these names, where only names are asked for.
-
-    Args:
-        named: this rank's part of each parameter, as the optimizer has it.
-    """
-
-    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        self._named = named
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the parameters as they were given."""
-        return self._named.items()

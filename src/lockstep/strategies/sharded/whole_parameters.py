@@ -18,13 +18,15 @@ keep them.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.launch.processes.rank_agreement import END_OF_CALLBACKS
@@ -61,13 +63,14 @@ class _Kept:
     state: dict[str, Any] | None
 
 
-class WholeParameters:
-    """Gathers a sharded model and its optimizer, and cuts them again.
+class ShardedLayout(Shards):
+    """Shards that are gathered for a while, with the optimizer's state, and cut again.
 
     Args:
-        model: the sharded model, with all hooks that sharding needs.
-        optimizer: of the local parts.
-        shards: of the model.
+        model: the same on every rank; it may be on the CPU still.
+        optimizer: of the whole parameters, which is given this rank's parts.
+        mesh: the ranks.
+        blocks: the modules that are gathered on their own, by name.
         world: the ranks.
 
     Attributes:
@@ -78,12 +81,12 @@ class WholeParameters:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        shards: Shards,
+        mesh: DeviceMesh,
+        blocks: Mapping[str, nn.Module],
         world: World,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._shards = shards
+        first = RemovableHandle.next_id
+        super().__init__(model, optimizer, mesh, blocks, world.device.torch)
         self._world = world
         self._kept: dict[str, _Kept] = {}  # while parameters are whole
         self.are_gathered = False
@@ -91,15 +94,27 @@ class WholeParameters:
             for kind in HOOKS:
                 hooks = getattr(module, kind)
                 for number, hook in hooks.items():
-                    if number >= shards.first_hook:
-                        hooks[number] = functools.partial(self._unless_whole, hook)
+                    if number >= first:
+                        hooks[number] = self.unless_whole(hook)
 
-    def _unless_whole(self, hook: Callable[..., Any], *given: Any) -> Any:
-        """Call a hook of sharding, which does nothing while parameters are whole."""
-        return None if self.are_gathered else hook(*given)
+    def unless_whole(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that does nothing while parameters are whole."""
+
+        def wrapped(*given: Any) -> Any:
+            return None if self.are_gathered else hook(*given)
+
+        return wrapped
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The model and the optimizer have whole parameters in this context."""
+        return self._whole(keeps=True)
+
+    def read(self) -> AbstractContextManager[None]:
+        """The model has whole parameters in this context; what is written to them is lost."""
+        return self._whole(keeps=False)
 
     @contextlib.contextmanager
-    def gathered(self, *, keeps: bool = True) -> Iterator[None]:
+    def _whole(self, *, keeps: bool) -> Iterator[None]:
         """The model has its whole parameters in this context, which every rank enters.
 
         Args:
@@ -122,18 +137,21 @@ class WholeParameters:
             self._cut()
 
     @contextlib.contextmanager
-    def cut(self) -> Iterator[None]:
-        """The model has its shards in this context, also within ``gathered``."""
+    def own(self) -> Iterator[None]:
+        """The model has this rank's shards in this context, within ``whole`` too.
+
+        State dicts are made and loaded in it.
+        """
         if not self.are_gathered:
             yield
             return
-        whole = {name: p.data for name, p in self._shards.local.items()}
+        whole = {name: p.data for name, p in self.local.items()}
         self._write_back()
         self._cut()
         yield
         self._gather()
         # Somebody may have a view of the memory that they had before.
-        for name, p in self._shards.local.items():
+        for name, p in self.local.items():
             p.data = whole[name].copy_(p.data)
 
     @torch.no_grad()
@@ -143,23 +161,22 @@ class WholeParameters:
         Args:
             only_values: leave gradients and the optimizer's state.
         """
-        shards = self._shards
         state = self._optimizer.state
-        shards.modules.reshard()  # what a forward of the person's has left gathered
-        for name, p in shards.local.items():
-            cut = shards.cut[name]
+        self.reshard()  # what a forward of the person's has left gathered
+        for name, p in self.local.items():
+            cut = self.cut[name]
             state.pop(cut, None)  # an empty one, made by asking for it
             kept = _Kept(p.data, p.grad, state.get(p))
             self._kept[name] = kept
             if kept.state is not None and not only_values:
                 # This looks at the shape of the parameter, which is this rank's part still.
-                state[p] = shards.joined_state(name, kept.state, whole=True)
+                state[p] = self.joined_state(name, kept.state, whole=True)
             p.grad = None
-            p.data = shards.joined(name, kept.part)
+            p.data = self.joined(name, kept.part)
             p.requires_grad_(cut.requires_grad)
             if kept.grad is not None and not only_values:
-                p.grad = shards.joined(name, kept.grad)
-            for module, key in shards.places[name]:
+                p.grad = self.joined(name, kept.grad)
+            for module, key in self.places[name]:
                 setattr(module, key, p)  # an LSTM has a list of its weights, which follows
         self.are_gathered = True
 
@@ -173,25 +190,23 @@ class WholeParameters:
         """
         self._refuse_changes()
         self._refuse_differences()
-        shards = self._shards
         state = self._optimizer.state
-        for name, p in shards.local.items():
+        for name, p in self.local.items():
             kept = self._kept[name]
-            part = shards.part_of(name, p)
+            part = self.part_of(name, p)
             kept.part.copy_(part)
             kept.grad = None
             if p.grad is not None:
-                kept.grad = shards.part_of(name, p.grad)
+                kept.grad = self.part_of(name, p.grad)
             kept.state = None
             if p in state:
-                kept.state = shards.cut_state(name, state[p])
-            shards.cut[name].requires_grad_(p.requires_grad)
+                kept.state = self.cut_state(name, state[p])
+            self.cut[name].requires_grad_(p.requires_grad)
 
     def _cut(self) -> None:
         """Give model and optimizer the parts that this rank has kept."""
-        shards = self._shards
         state = self._optimizer.state
-        for name, p in shards.local.items():
+        for name, p in self.local.items():
             kept = self._kept.pop(name)
             p.grad = None
             p.data = kept.part
@@ -199,9 +214,9 @@ class WholeParameters:
             state.pop(p, None)
             if kept.state is not None:
                 state[p] = kept.state
-            for module, key in shards.places[name]:
+            for module, key in self.places[name]:
                 if module._parameters.get(key) is p:
-                    setattr(module, key, shards.cut[name])
+                    setattr(module, key, self.cut[name])
         self.are_gathered = False
 
     # ---- what can't be kept ----------------------------------------------------------------------
@@ -214,7 +229,7 @@ class WholeParameters:
             StrategyError: a parameter has got a hook, or was converted.
         """
         now = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, p in self._shards.local.items():
+        for name, p in self.local.items():
             if now.get(name) is not p:
                 raise InputError(REPLACED)
             if is_hooked(p):
@@ -235,7 +250,7 @@ class WholeParameters:
             RunError: one differs.
         """
         self._world.meet(END_OF_CALLBACKS)
-        different = differing_tensors(self._shards.local.items(), self._world)
+        different = differing_tensors(self.local.items(), self._world)
         if different is not None:
             raise RunError(
                 f'callbacks change parameter "{different}" differently on some ranks: what they '
