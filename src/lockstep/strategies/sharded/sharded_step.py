@@ -4,7 +4,7 @@ optimizer's state.
 All ranks have to come to the same blocks in the same order, since each gathers the block's
 parameters there. So a rank whose local batch is empty computes the first rank's sample, times zero.
 Gradients of every micro-batch are summed at once, so no rank holds more than one block's whole
-gradients, unless the strategy says otherwise.
+gradients.
 """
 
 from __future__ import annotations
