@@ -23,6 +23,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.losses.loss import Loss
 from lockstep.model.optimizers.build import build_optimizer
+from lockstep.model.optimizers.fused import sparse_parameters
 from lockstep.model.optimizers.kinds import is_of_pytorch
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised
@@ -95,7 +96,12 @@ class DDPStep(RankStep):
             self._waits_in_backward = True
 
     def _overlaps(self, reduce: str) -> bool:
-        """Return whether gradients are summed while backward runs."""
+        """Return whether gradients are summed while backward runs.
+
+        PyTorch's reducer can't sum sparse gradients that a rank doesn't have.
+        """
+        if sparse_parameters(self.model):
+            return False
         if reduce == "auto":
             return self._bytes() > _SMALL_GRADIENTS
         return reduce == "overlapped"

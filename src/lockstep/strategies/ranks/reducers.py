@@ -63,7 +63,8 @@ class FlatReducer:
     ranks used gets the sum of theirs. ``used`` and the numbers are beside the gradients of a format
     that can hold a count, or alone where there is none.
 
-    Gradients of embeddings with ``sparse=True`` are summed dense, and are sparse again afterwards.
+    Gradients of embeddings with ``sparse=True`` are gathered from all ranks, each with its rows, and
+    stay sparse.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -72,6 +73,10 @@ class FlatReducer:
 
     def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
         """Leave the sum over the ranks in every ``parameter.grad``."""
+        for p in parameters:
+            if id(p) in self._sparse:
+                self._sum_rows(p)
+        parameters = [p for p in parameters if id(p) not in self._sparse]
         device = self._world.device.torch
         here = [p.grad is not None for p in parameters]
         beside = as_tensor(numbers, device)
@@ -80,7 +85,6 @@ class FlatReducer:
             used.copy_(torch.tensor(here))
         beside = torch.cat([used, beside])
 
-        rows = self._sparse_rows(parameters)
         by_format: dict[Any, list[int]] = defaultdict(list)
         for number, p in enumerate(parameters):
             by_format[p.dtype, p.device].append(number)
@@ -103,28 +107,29 @@ class FlatReducer:
         if not all(here):
             here = (beside[: len(here)] > 0).tolist()
         for number, p in enumerate(parameters):
-            p.grad = _laid_out(summed[number], p, rows.get(number)) if here[number] else None
+            p.grad = _laid_out(summed[number], p) if here[number] else None
         sums = beside[len(here) :]
         return sums.tolist() if sums.is_cpu else sums
 
-    def _sparse_rows(self, parameters: list[nn.Parameter]) -> dict[int, list[int]]:
-        """Find the rows that any rank has of each sparse gradient, by the parameter's number."""
-        rows = {}
-        for number, p in enumerate(parameters):
-            if id(p) in self._sparse:
-                of_ranks = self._world.gather_objects(_rows_in(p.grad))
-                rows[number] = sorted(set().union(*of_ranks))
-        return rows
+    def _sum_rows(self, p: nn.Parameter) -> None:
+        """Sum a sparse gradient over the ranks; rows that any of them has stay, also with zeros.
 
-
-def _rows_in(grad: torch.Tensor | None) -> list[int]:
-    """Return the rows that a gradient has."""
-    if grad is None:
-        return []
-    if not grad.is_sparse:
-        return list(range(len(grad)))
-    rows: list[int] = grad._indices()[0].tolist()
-    return rows
+        A rank's gradient is dense where the parameter is used elsewhere in its model, too.
+        """
+        mine = None if p.grad is None else p.grad.cpu()
+        total: torch.Tensor | None = None
+        for grad in self._world.gather_objects(mine):
+            if grad is None:
+                continue
+            if total is None:
+                total = grad
+            elif grad.is_sparse == total.is_sparse:
+                total = total + grad
+            else:
+                total = total.to_dense() + grad.to_dense()
+        if total is not None and total.is_sparse:
+            total = total.coalesce()
+        p.grad = None if total is None else total.to(p.device)
 
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:
@@ -132,12 +137,10 @@ def _dense(parameter: nn.Parameter) -> torch.Tensor:
     grad = parameter.grad
     if grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    return grad.to_dense() if grad.is_sparse else grad
+    return grad
 
 
-def _laid_out(
-    grad: torch.Tensor, parameter: nn.Parameter, rows: list[int] | None = None
-) -> torch.Tensor:
+def _laid_out(grad: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Return a summed gradient in the parameter's memory layout.
 
     PyTorch's fused optimizers on CPU go through parameter and gradient by address, and silently
@@ -146,12 +149,7 @@ def _laid_out(
     Args:
         grad: dense and contiguous.
         parameter: the gradient's.
-        rows: of a sparse gradient. ``to_sparse`` would leave out rows of zeros, which SparseAdam
-            moves.
     """
-    if rows is not None:
-        indices = torch.tensor([rows], device=grad.device)
-        return torch.sparse_coo_tensor(indices, grad[rows], grad.shape, is_coalesced=True)
     if not grad.numel():
         return torch.empty_like(parameter)  # PyTorch gives vectors for tensors without elements
     if parameter.is_contiguous():
@@ -293,17 +291,9 @@ def explain_reducer(error: Exception) -> None:
     """Raise an error that explains one of PyTorch's reducer.
 
     Raises:
-        StrategyError: the reducer can't follow reentrant activation checkpointing, or an embedding
-            that this rank doesn't use.
+        StrategyError: the reducer can't follow reentrant activation checkpointing.
     """
-    text = str(error)
-    if "Expected sparse gradient to be defined" in text:
-        raise StrategyError(
-            "ddp: an embedding with sparse gradients was not used by this rank's local "
-            "batch, and PyTorch's reducer can't sum gradients then",
-            fix="take DDP(reduce='flat')",
-        ) from error
-    if "mark a variable ready only once" in text:
+    if "mark a variable ready only once" in str(error):
         raise StrategyError(
             "ddp: a checkpoint of activations in the model is reentrant, and gradients "
             "can't be summed while such a backward runs: call torch.utils.checkpoint with "

@@ -106,7 +106,11 @@ class _BlockHooks:
         block.register_forward_hook(shards.unless_whole(self._end), prepend=True)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        """Note that this rank has come to the block."""
+        """Note that this rank has come to the block, and watch its gathered parameters.
+
+        Raises:
+            StrategyError: a loss calls the block.
+        """
         if "loss" in _computing:  # ranks call a loss unequally often, to check it
             raise StrategyError(
                 "fsdp: the loss calls a sharded model, whose blocks are gathered in forward only: "
@@ -139,7 +143,10 @@ class _BlockHooks:
 
     @torch.no_grad()
     def _keep_written(self) -> None:
-        """Give shards what forward may have written to their gathered parameters."""
+        """Give shards what forward may have written to their gathered parameters.
+
+        It isn't known what was written: ``p.data.lerp_(...)`` leaves no trace.
+        """
         parts: list[torch.Tensor] = []
         rows = []
         for name, (p, data) in self._gathered.items():

@@ -60,7 +60,14 @@ def _cut(
     whole: set[nn.Parameter],
     place: torch.device,
 ) -> None:
-    """Cut the parameters of a module, but those of its blocks, which are cut before."""
+    """Cut the parameters of a module, but those of its blocks.
+
+    Args:
+        module: a block, or the model, whose blocks are cut before.
+        mesh: the ranks.
+        whole: the parameters that aren't cut.
+        place: this rank's device, to which the module is moved.
+    """
     cut = []
     for p in module.parameters():
         if p not in whole and not isinstance(p, DTensor):

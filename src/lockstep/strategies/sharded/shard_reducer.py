@@ -55,6 +55,9 @@ class ShardReducer(FlatReducer):
     def _uses(self, names: list[str]) -> list[float]:
         """Count the ranks that used each parameter, and make sure that all called the same blocks.
 
+        Args:
+            names: of the parameters, the same on all ranks.
+
         Raises:
             StrategyError: ranks have come to other blocks, or in another order.
         """
@@ -75,6 +78,9 @@ class ShardReducer(FlatReducer):
 
     def _gradient(self, name: str) -> torch.Tensor:
         """Return this rank's part of a gradient, in the memory that ``fully_shard`` has summed in.
+
+        Args:
+            name: of a parameter that some rank used.
 
         Raises:
             StrategyError: ``fully_shard`` has not summed the gradient.

@@ -100,7 +100,11 @@ class Shards(ParameterLayout):
         _refuse_others(replaced)
 
     def _give_parts(self, names: Mapping[nn.Parameter | None, str]) -> None:
-        """Replace the whole parameters of the optimizer by the local ones, with their state."""
+        """Replace the whole parameters of the optimizer by the local ones, with their state.
+
+        Args:
+            names: of the whole parameters that were cut.
+        """
         states = self._optimizer.state
         for group in self._optimizer.param_groups:
             group["params"] = list(group["params"])
@@ -224,7 +228,14 @@ class Shards(ParameterLayout):
         state: Mapping[str, Any],
         function: Callable[[Any], Any],
     ) -> dict[str, Any]:
-        """Return a state with what a function makes of tensors of the shape of a parameter."""
+        """Return a state with what a function makes of tensors of the shape of a parameter.
+
+        Args:
+            parameters: by name, of which the shape is taken.
+            name: of the state's parameter; the state of another one is returned as it is.
+            state: of an optimizer.
+            function: takes a tensor, or a `RowShard`.
+        """
         given = dict(state)
         if name in parameters:
             for key, value in state.items():
