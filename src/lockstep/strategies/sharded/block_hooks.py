@@ -3,6 +3,20 @@
 They find which parameters got a gradient and in which order this rank comes to the blocks, keep
 what forward writes to gathered parameters, and refuse what would compute with parameters that
 aren't gathered any more.
+
+::
+
+    fully_shard   gathers                               frees
+    these hooks            note the order    keep what
+                           of blocks         it wrote
+                           | forward of the block     |
+
+    fully_shard   gathers                               sums, frees
+    these hooks            refuse another    note which
+                           backward          were used
+                           | backward of the block    |
+
+The values are kept in evaluation, too, as on one device.
 """
 
 from __future__ import annotations
