@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 228_378
+TOTAL = 227_432
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -217,7 +217,7 @@ TOKENS = {
     "profiling": 3_096,
     "report": 1_850,
     "run": 3_759,
-    "strategies": 50_319,
+    "strategies": 49_373,
     "tensors": 8_049,
     "threads": 5_430,
     "top": 7_820,
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_388
+    assert bars.lines_of_the_reading_path() <= 2_394
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -73,10 +73,7 @@ class FlatReducer:
 
     def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
         """Leave the sum over the ranks in every ``parameter.grad``."""
-        for p in parameters:
-            if id(p) in self._sparse:
-                self._sum_rows(p)
-        parameters = [p for p in parameters if id(p) not in self._sparse]
+        parameters = self._without_sparse(parameters)
         device = self._world.device.torch
         here = [p.grad is not None for p in parameters]
         beside = as_tensor(numbers, device)
@@ -110,6 +107,16 @@ class FlatReducer:
             p.grad = _laid_out(summed[number], p) if here[number] else None
         sums = beside[len(here) :]
         return sums.tolist() if sums.is_cpu else sums
+
+    def _without_sparse(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Sum sparse gradients, and return the other parameters."""
+        others = []
+        for p in parameters:
+            if id(p) in self._sparse:
+                self._sum_rows(p)
+            else:
+                others.append(p)
+        return others
 
     def _sum_rows(self, p: nn.Parameter) -> None:
         """Sum a sparse gradient over the ranks; rows that any of them has stay, also with zeros.
