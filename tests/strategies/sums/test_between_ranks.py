@@ -142,7 +142,7 @@ def test_a_model_that_communicates_by_itself_has_the_results_of_single(
     found = torch.cat([value.flatten() for value in run.model().state_dict().values()])
     assert (found - expected).abs().max() < 1e-10
     said = capfd.readouterr().out
-    assert "communicates with other ranks: the sum check is left out" in said
+    assert "the sum check of an update is left out: the model, or its loss, communicates" in said
 
 
 @pytest.mark.parametrize("strategy", RANKS)

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from lockstep import Callback, train
 from lockstep.errors import StrategyError
 from lockstep.model.losses.loss import Totalled
-from lockstep.strategies.sums.sum_check import SumCheck, Verdict
+from lockstep.strategies.sums.sum_check import Verdict, sum_check
 from lockstep.strategies.sums.sums_of_pieces import Piece, SummedLoss
 from lockstep.tensors.pytree import call, to_device
 from strategies.sums.cases import CASES, Case
@@ -69,7 +69,7 @@ def verdicts(case: Case, dtype: torch.dtype, *, in_turn: bool) -> Iterator[Verdi
         if update in (1, 2, 4, 8):
             first = case.parts[0] if count == 8 else (count + 1) // 2
             parts = [casted(case, dtype, *span, samples) for span in ((0, first), (first, count))]
-            yield SumCheck(SummedLoss(model, totalled), in_turn=in_turn)(whole, *parts)
+            yield sum_check(SummedLoss(model, totalled), [whole, *parts], in_turn=in_turn)
         total, counted = totalled(call(model, whole.inputs), whole.targets, count)
         if counted:
             (total / float(counted)).backward()

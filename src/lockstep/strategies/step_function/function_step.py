@@ -42,7 +42,7 @@ from lockstep.strategies.steps.skipped_updates import no_items, not_finite
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_checks import refuse_counted
 from lockstep.strategies.steps.update_result import added
-from lockstep.strategies.sums.sums_of_pieces import Piece, PieceSums, Summed
+from lockstep.strategies.sums.sums_of_pieces import Piece, Summed
 from lockstep.tensors.pytree import clones, described, to_device
 
 _END = -1
@@ -308,13 +308,12 @@ class SummedFunction(Summed):
     """
 
     def __init__(self, model: nn.Module, function: StepFunction, step: int, samples: int) -> None:
-        self.model = model
-        self.holds = [function, *closed_over(function)]
+        super().__init__(model, [function, *closed_over(function)])
         self._function = function
         self._step = step
         self._samples = samples
 
-    def __call__(self, piece: Piece) -> PieceSums:
+    def __call__(self, piece: Piece) -> Loss:
         """Run the function on a piece."""
         named: dict[str, tuple[Number, Number]] = {}
         sums: list[torch.Tensor] = []
@@ -333,7 +332,5 @@ class SummedFunction(Summed):
         if len(counts) == 1:
             # One device has the mean over what is counted, which only losses of one count share.
             count = counts.pop()
-        total = None
-        if sums:
-            total = torch.stack(sums).sum()
-        return PieceSums(total, count, named)
+        total = torch.stack(sums).sum() if sums else torch.zeros(())
+        return Loss(total, count, named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from lockstep.model.losses.loss import Totalled
 from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat
-from lockstep.strategies.sums.sum_check import SumCheck, Verdict
+from lockstep.strategies.sums.sum_check import Verdict, sum_check
 from lockstep.strategies.sums.sums_of_pieces import Metrics, Piece, Summed, SummedLoss
 from lockstep.tensors.rows import coprime_sizes, cut
 
@@ -82,8 +82,7 @@ class BatchSums:
         """Return whether batches may be checked: where ranks don't meet in updates, others write
         the weights that a check would put back.
         """
-        step = self._step
-        return self._every != 0 and step.together
+        return self._every != 0 and self._step.together
 
     def check(self, batch: Batch, summed: Summed | None = None) -> None:
         """Compare a batch of an update with two parts of it; every rank calls this.
@@ -94,15 +93,9 @@ class BatchSums:
             LossError: likewise, and the loss is no sum for the outputs of the whole either.
         """
         step = self._step
-        if summed is None:
-            summed = SummedLoss(step.model, step.loss)
+        summed = summed or SummedLoss(step.model, step.loss)
         is_first = not self._has_checked
-        verdict = self._verdict(
-            batch,
-            summed,
-            f"in update {step.world.step}",
-            is_first=is_first,
-        )
+        verdict = self._verdict(batch, summed, f"in update {step.world.step}", is_first=is_first)
         self._is_owed = verdict is None and self._has_checked
         if verdict is None:
             return
@@ -111,7 +104,7 @@ class BatchSums:
         if verdict.communicates:
             self._every = 0
         if step.world.is_first:
-            self.notes = list(self._notes(verdict, in_turn=self._is_in_turn(batch)))
+            self.notes = self._notes(verdict, in_turn=self._is_in_turn(batch))
             if not step.is_checked:
                 step.log_once(self.notes)
 
@@ -130,24 +123,14 @@ class BatchSums:
             if not holds:
                 return
             loss = Totalled(_zero)
-        summed = SummedLoss(step.model, loss, metrics=metrics, trains=False)
-        summed.holds = [*summed.holds, *holds]
-        verdict = self._verdict(
-            batch,
-            summed,
-            f"in batch {number} of an evaluation",
-            is_first=number == 1,
-        )
+        summed = SummedLoss(step.model, loss, metrics, holds)
+        when = f"in batch {number} of an evaluation"
+        verdict = self._verdict(batch, summed, when, is_first=number == 1)
         if verdict is not None and step.world.is_first:
             step.log_once(self._notes_of_evaluation(verdict))
 
     def _verdict(
-        self,
-        batch: Batch,
-        summed: Summed,
-        when: str,
-        *,
-        is_first: bool,
+        self, batch: Batch, summed: Summed, when: str, *, is_first: bool
     ) -> Verdict | None:
         """Compare, and refuse a difference.
 
@@ -161,12 +144,6 @@ class BatchSums:
             None where there are too few samples.
         """
         step = self._step
-        check = SumCheck(
-            summed,
-            in_turn=self._is_in_turn(batch),
-            watches=self.draws or (is_first and step.world.size > 1),
-            accelerators=step.draws.accelerators,
-        )
         available = self._available(batch)
         if available < 2:
             return None
@@ -174,14 +151,21 @@ class BatchSums:
         with step.layout.read():
             pieces = self._pieces(batch, first, second)
             try:
-                verdict = check(*pieces)
+                verdict = sum_check(
+                    summed,
+                    pieces,
+                    in_turn=self._is_in_turn(batch),
+                    watches=self.draws or (is_first and step.world.size > 1),
+                    accelerators=step.draws.accelerators,
+                )
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 return Verdict(unchecked="out of memory")
         self._refuse_written(verdict)
         if verdict.difference:
-            self._refuse(verdict, pieces, when)
+            parts = f"of {first + second} samples as a whole and in parts of {first} and {second}"
+            self._refuse(verdict, f"{when}, {parts}")
         return verdict
 
     def _is_in_turn(self, batch: Batch) -> bool:
@@ -189,11 +173,6 @@ class BatchSums:
         return self._step.replicas == 1 or len(batch.parts) > 1
 
     # ---- which samples ---------------------------------------------------------------------------
-
-    def _samples_of_a_part(self, batch: Batch) -> int:
-        """Return how many samples are computed at once in the largest local batch, or micro-batch."""
-        largest = max(part.of for part in batch.parts)
-        return max(self._step.world.layout.sizes(largest))
 
     def _available(self, batch: Batch) -> int:
         """Return how many samples there are to check. Nobody can collate the batches of an own
@@ -213,20 +192,16 @@ class BatchSums:
         replicas are checked with other numbers of samples than those of a local batch, and later
         with whole micro-batches, if these are small.
         """
-        each = self._samples_of_a_part(batch)
-        wanted = max(each, _FIRST) if is_first else _LATER
-        wanted = min(available, wanted)
+        largest = max(part.of for part in batch.parts)
+        each = max(self._step.world.layout.sizes(largest))
+        wanted = min(available, max(each, _FIRST) if is_first else _LATER)
         if self._step.replicas == 1:
             if not is_first and 2 * each <= min(available, _FIRST):
                 return each, each
             return coprime_sizes(wanted)
-
-        more = range(wanted, available + 1)
-        fewer = range(wanted, 2, -1)
-        for samples in [*more, *fewer]:
+        for samples in [*range(wanted, available + 1), *range(wanted, 2, -1)]:
             sizes = coprime_sizes(samples)
-            is_even = 3 * min(sizes) >= max(sizes)
-            if is_even and each not in (samples, *sizes):
+            if each not in (samples, *sizes):
                 return sizes
         return coprime_sizes(wanted)
 
@@ -236,10 +211,7 @@ class BatchSums:
         spans = [(0, samples), (0, first), (first, second)]
         if batch.collate is not None and batch.samples is not None:
             indices = batch.samples[:samples].tolist()
-            of_spans = []
-            for start, size in spans:
-                of_spans.append(indices[start : start + size])
-            pairs = batch.collate(of_spans)
+            pairs = batch.collate([indices[start : start + size] for start, size in spans])
         else:
             part = self.largest_part(batch)
             nest = part.inputs, part.targets
@@ -254,31 +226,22 @@ class BatchSums:
 
     def largest_part(self, batch: Batch) -> Part:
         """Return the largest local batch, or micro-batch, that this process has."""
-        given = batch.parts
-        if batch.shares is not None:
-            given = []
-            for share in batch.shares:
-                given += share
-        return max(given, key=lambda part: part.size)
+        shares = batch.shares or [batch.parts]
+        return max((part for share in shares for part in share), key=lambda part: part.size)
 
     # ---- what is done with what is found ---------------------------------------------------------
 
-    def _refuse(self, verdict: Verdict, pieces: list[Piece], when: str) -> None:
+    def _refuse(self, verdict: Verdict, where: str) -> None:
         """Raise the error of a difference, or log it where differences are accepted.
 
         Args:
             verdict: has a difference.
-            pieces: the whole, and its parts.
-            when: begins the message.
+            where: begins the message.
         """
         step = self._step
-        whole, first, second = pieces
-        keeps = "whole batches keep"
-        if step.replicas > 1:
-            keeps = "single or mp keep"
+        keeps = "single or mp keep" if step.replicas > 1 else "whole batches keep"
         error = verdict.error or StrategyError(
-            f"results depend on where a batch is cut: {when}, of {whole.size} samples as a whole "
-            f"and in parts of {first.size} and {second.size}, {verdict.difference}; "
+            f"results depend on where a batch is cut: {where}, {verdict.difference}; "
             f"{verdict.where}",
             kind="mixing",
             fix=f"{keeps} the results; accept_differences=True trains with this difference",
@@ -303,49 +266,34 @@ class BatchSums:
                 fix="make it a buffer, write it between updates, or use single",
             )
 
-    def _notes_of_evaluation(self, verdict: Verdict) -> Iterator[Caveat]:
-        draws = verdict.draws
-        has_batch_norm = False
-        for module in self._step.model.modules():
-            draws |= module.training and draws_dropout(module)
-            has_batch_norm |= normalizes_by_batch(module)
-        if has_batch_norm:
-            yield Caveat("batchnorm", "BatchNorm normalizes over the local batch in evaluation")
-        if draws:
-            yield _drawing("in evaluation", "those of one device")
+    def _notes_of_evaluation(self, verdict: Verdict) -> list[Caveat]:
+        notes = []
+        modules = list(self._step.model.modules())
+        if any(map(normalizes_by_batch, modules)):
+            text = "BatchNorm normalizes over the local batch in evaluation"
+            notes.append(Caveat("batchnorm", text))
+        if verdict.draws or any(one.training and draws_dropout(one) for one in modules):
+            notes.append(_drawing("in evaluation", "those of one device"))
+        return notes
 
-    def _notes(self, verdict: Verdict, *, in_turn: bool) -> Iterator[Caveat]:
-        of_replicas = self._step.replicas > 1
-        if verdict.communicates:
-            yield Caveat(
-                "uncopied",
-                "the model, or its loss, communicates with other ranks: the sum check is left out",
-            )
-            return
+    def _notes(self, verdict: Verdict, *, in_turn: bool) -> list[Caveat]:
         if verdict.unchecked:
-            yield Caveat(
-                "uncopied",
-                f"the sum check of an update was not possible ({verdict.unchecked})",
-                "lockstep verify shows whether results are those of single-device training",
-            )
-
+            text = f"the sum check of an update is left out: {verdict.unchecked}"
+            fix = "lockstep verify shows whether results are those of single-device training"
+            return [Caveat("uncopied", text, fix)]
+        of_replicas = self._step.replicas > 1
         how = "from the local batch: each replica has its own, or follows the first"
         if in_turn:
             how = "once per micro-batch, not once per batch"
-        names = verdict.kept
-        if not of_replicas:
-            names = [*verdict.written, *names]
+        names = verdict.kept if of_replicas else [*verdict.written, *verdict.kept]
+        notes = []
         for name in names:
-            yield Caveat("buffer", f'"{name}" is written {how}', "single keeps the results")
-
-        if not verdict.draws:
-            return
+            notes.append(Caveat("buffer", f'"{name}" is written {how}', "single keeps the results"))
         has_dropout = any(map(draws_dropout, self._step.model.modules()))
-        if not has_dropout:
-            others = "those of whole batches"
-            if of_replicas:
-                others = "single-device training"
-            yield _drawing("in forward", others)
+        if verdict.draws and not has_dropout:
+            others = "single-device training" if of_replicas else "those of whole batches"
+            notes.append(_drawing("in forward", others))
+        return notes
 
 
 def _drawing(where: str, others: str) -> Caveat:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +16,8 @@ from lockstep.tensors.pytree import tensors
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How far rows may lie apart, as a part of the largest number."""
 
-
-class _Call(NamedTuple):
-    """A call of a module in forward.
-
-    Attributes:
-        given: its arguments, as far as they are floating-point tensors.
-        gave: its outputs, likewise.
-    """
-
-    given: list[Tensor]
-    gave: list[Tensor]
+_Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]
+"""By module, in the order in which they end: the tensors that each call was given, and gave."""
 
 
 def first_that_mixes(
@@ -46,38 +36,25 @@ def first_that_mixes(
         snapshot: of the model, which is put back before each call.
     """
     whole, *_, last = pieces
-    snapshot.put_back()
-    of_whole = _calls(model, compute_outputs, whole)
-    snapshot.put_back()
-    of_last = _calls(model, compute_outputs, last)
-    for call, one in of_whole.items():
-        other = of_last.get(call)
-        if other is None:  # the part calls it less often
-            continue
-        gave_other_rows = _differ(one.gave, other.gave, whole, last)
-        if gave_other_rows and not _differ(one.given, other.given, whole, last):
-            module, _ = call
-            return f"samples influence one another in {module}"
+    found: list[_Calls] = []
+    for piece in (whole, last):
+        snapshot.put_back()
+        found.append(_calls(model, compute_outputs, piece))
+    of_whole, of_last = found
+    for module, calls in of_whole.items():
+        for one, other in zip(calls, of_last.get(module, []), strict=False):
+            given, gave = (_differ(*nests, whole, last) for nests in zip(one, other, strict=True))
+            if gave and not given:
+                return f"samples influence one another in {module}"
     return ""
 
 
-def _calls(
-    model: nn.Module,
-    compute_outputs: Callable[[Piece], Any],
-    piece: Piece,
-) -> dict[tuple[str, int], _Call]:
-    """Find the calls of modules in forward, in the order in which they end.
-
-    Returns:
-        By the module's name and kind, and the number of its call.
-    """
-    calls: dict[tuple[str, int], _Call] = {}
-    numbers: Counter[str] = Counter()
+def _calls(model: nn.Module, compute_outputs: Callable[[Piece], Any], piece: Piece) -> _Calls:
+    """Find the calls of modules in forward."""
+    calls: _Calls = {}
 
     def note(words: str, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        given = _floats((args, kwargs))
-        calls[words, numbers[words]] = _Call(given, _floats(outputs))
-        numbers[words] += 1
+        calls.setdefault(words, []).append((_floats((args, kwargs)), _floats(outputs)))
 
     hooks = []
     for path, module in model.named_modules():
@@ -94,19 +71,10 @@ def _calls(
 
 
 def _floats(nest: Any) -> list[Tensor]:
-    found = []
-    for tensor in tensors(nest):
-        if tensor.is_floating_point():
-            found.append(tensor.detach())
-    return found
+    return [tensor.detach() for tensor in tensors(nest) if tensor.is_floating_point()]
 
 
-def _differ(
-    of_whole: list[Tensor],
-    of_part: list[Tensor],
-    whole: Piece,
-    part: Piece,
-) -> bool:
+def _differ(of_whole: list[Tensor], of_part: list[Tensor], whole: Piece, part: Piece) -> bool:
     """Return whether the rows of a part are other ones where they are computed with the whole.
 
     Tensors that don't have a row for each sample are left out.
@@ -117,10 +85,7 @@ def _differ(
         size, *row = other.shape
         if size != part.size or one.shape != (whole.size, *row):
             continue
-        rows = one.narrow(0, part.start, part.size)
-        apart = (rows - other).abs().max()
-        tolerance = _TOLERANCE.get(other.dtype, 5e-2)
-        bound = tolerance * other.abs().max()
-        if not apart <= bound:
+        apart = (one.narrow(0, part.start, size) - other).abs().max()
+        if not apart <= _TOLERANCE.get(other.dtype, 5e-2) * other.abs().max():
             return True
     return False

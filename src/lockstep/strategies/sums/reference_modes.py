@@ -61,11 +61,8 @@ def _in_evaluation(module: nn.Module, like: Tensor) -> dict[str, Any]:
 @contextlib.contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
     """Compute without autocast, also a caller's, and without compiled code."""
-    device_types = {"cpu"}
-    for p in model.parameters():
-        device_types.add(p.device.type)
     with contextlib.ExitStack() as stack:
-        for device_type in device_types:
+        for device_type in {"cpu", *(p.device.type for p in model.parameters())}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -78,15 +75,11 @@ def in_float64(*objects: Any) -> Iterator[None]:
     """
     models = nn.ModuleList(one for one in objects if isinstance(one, nn.Module))
     parameters = [(p, p.data) for p in models.parameters()]
-    owners: list[dict[str, Any]] = []
+    held: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in models.modules():
-        owners.append(module._buffers)
-        owners.append(vars(module))
-    held = []
-    for owner in owners:
-        for key, value in owner.items():
-            if isinstance(value, Tensor):
-                held.append((owner, key, value))
+        for owner in (module._buffers, vars(module)):
+            found = [(key, value) for key, value in owner.items() if isinstance(value, Tensor)]
+            held += [(owner, key, value) for key, value in found]
     try:
         for p, data in parameters:
             p.data = doubled(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,75 +15,43 @@ from lockstep.model.communication import communicates
 from lockstep.strategies.sums.sums_of_pieces import Piece
 from lockstep.tensors.pytree import tensors
 
-_COARSER = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-"""Number formats, from the finest to the coarsest."""
-
 
 class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what the whole draws, and gives each part its rows of that.
 
     Args:
-        samples: of the whole.
-        formats: the number formats that are known to be computed in.
-        watches: whether to look at all operators.
+        whole: is computed first.
+        watches: see below.
 
     Attributes:
         watches: whether operators are looked at; otherwise nothing is known of draws.
+        formats: the number formats that were computed in.
+        drawn: what the whole has drawn.
         is_lost: whether a part may have drawn what the whole has not: the numbers of its samples
             aren't known where several rows belong to each, or samples draw one by one.
         communicates: whether something was sent to other ranks.
     """
 
-    def __init__(self, samples: int, formats: set[torch.dtype], *, watches: bool) -> None:
+    def __init__(self, whole: Piece, *, watches: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._samples = samples
-        self._formats = formats
-        self._drawn: list[Tensor] = []
-        self._in_forward = 0  # how many of them forward has drawn
-        self._records = True
-        self._at = 0
-        self._start = 0
-        self._size = samples
+        self._whole = whole
+        self._piece = whole
         self.watches = watches
+        self._at = 0
+        self.formats: set[torch.dtype] = set()
+        self.drawn: list[Tensor] = []
         self.is_lost = False
         self.communicates = False
 
-    @property
-    def has_drawn(self) -> bool:
-        """Whether the whole has drawn random numbers."""
-        return bool(self._drawn)
-
-    @property
-    def coarsest(self) -> torch.dtype:
-        """The coarsest format of floating numbers that was computed in."""
-        real = {dtype.to_real() for dtype in self._formats}
-        for dtype in reversed(_COARSER):
-            if dtype in real:
-                return dtype
-        return torch.float64
-
     @contextlib.contextmanager
-    def forward(self, piece: Piece) -> Iterator[None]:
-        """Compute forward of a piece; the first one is the whole, which is recorded."""
-        self._records = not self._drawn and piece.size == self._samples
-        self._start = piece.start
-        self._size = piece.size
+    def of(self, piece: Piece) -> Iterator[None]:
+        """Compute a piece: forward, and backward, which may compute forward once more."""
+        self._piece = piece
         self._at = 0
         with self if self.watches else contextlib.nullcontext():
             yield
-        if self._records:
-            self._in_forward = len(self._drawn)
-        elif self._at != self._in_forward:
+        if piece is not self._whole and self._at != len(self.drawn):
             self.is_lost = True
-
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """Compute backward of the same piece, which may compute forward once more, and draw again:
-        parts do so where the whole does.
-        """
-        draws = self._records or len(self._drawn) > self._in_forward
-        with self if self.watches and draws else contextlib.nullcontext():
-            yield
 
     def __torch_dispatch__(
         self,
@@ -101,44 +69,41 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs: those given by name.
         """
         del types
-        kind = _kind_of(func)
-        self.communicates |= kind.communicates
-        at = kind.dropout_at
+        self.communicates |= communicates(func)
+        at = _dropout_at(func)
         if at is not None and at < len(args):
             args = (*args[:at], 0.0, *args[at + 1 :])
         made = func(*args, **(kwargs or {}))
-        for tensor in tensors(made):
-            self._formats.add(tensor.dtype)
-        if not kind.draws:
+        self.formats.update(tensor.dtype for tensor in tensors(made))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return made
 
-        if kind.name == "native_dropout":
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
             inputs, rate = args[:2]
             mask = self._replaced(made[1])
             return inputs * mask / (1 - rate), mask
-
-        draws_rows = kind.name == "multinomial" and args[0].dim() == 1
-        is_of_samples = draws_rows or kind.name == "randperm"
-        if is_of_samples and not self._records and self._kept().shape != made.shape:
+        if not isinstance(made, Tensor):
+            return made
+        draws_rows = name == "multinomial" and args[0].dim() == 1
+        if (draws_rows or name == "randperm") and self._kept(made).shape != made.shape:
             # The numbers of samples of the whole mean nothing in a part.
             self._at += 1
             self.is_lost |= draws_rows
             return made
-        if isinstance(made, Tensor):
-            return self._replaced(made)
-        return made
+        return self._replaced(made)
 
-    def _kept(self) -> Tensor:
-        """Return what the whole has drawn in the place of what comes next."""
-        if self._at < len(self._drawn):
-            return self._drawn[self._at]
+    def _kept(self, drawn: Tensor) -> Tensor:
+        """Return what the whole has drawn in the place of what is drawn now."""
+        if self._at < len(self.drawn):
+            return self.drawn[self._at]
+        if self._piece is self._whole:
+            self.drawn.append(drawn.clone())
+            return drawn
         return torch.empty(0)
 
     def _replaced(self, drawn: Tensor) -> Tensor:
-        if self._records:
-            self._drawn.append(drawn.clone())
-            return drawn
-        rows = self._rows(self._kept(), drawn)
+        rows = self._rows(self._kept(drawn), drawn)
         self._at += 1
         if rows.shape != drawn.shape:
             self.is_lost = True
@@ -147,41 +112,16 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _rows(self, kept: Tensor, drawn: Tensor) -> Tensor:
         """Return the rows of what the whole has drawn that are a part's."""
-        for dim in range(min(kept.dim(), drawn.dim())):
-            if kept.shape[dim] == drawn.shape[dim]:
-                continue
-            rows = kept.shape[dim] // self._samples
-            if rows != 1:
-                self.is_lost = True
-            return kept.narrow(dim, rows * self._start, rows * self._size)
+        for dim, (of_whole, of_part) in enumerate(zip(kept.shape, drawn.shape, strict=False)):
+            if of_whole != of_part:
+                rows = of_whole // self._whole.size
+                self.is_lost |= rows != 1
+                return kept.narrow(dim, rows * self._piece.start, rows * self._piece.size)
         return kept
 
 
-class _Kind(NamedTuple):
-    """What is known of an operator.
-
-    Attributes:
-        name: its name.
-        draws: whether it draws random numbers.
-        communicates: whether it sends something to other ranks.
-        dropout_at: the place of an argument ``dropout_p``, of attention that draws in its kernel.
-    """
-
-    name: str
-    draws: bool
-    communicates: bool
-    dropout_at: int | None
-
-
 @functools.cache
-def _kind_of(func: Any) -> _Kind:
-    dropout_at = None
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            dropout_at = place
-    return _Kind(
-        name=func.overloadpacket.__name__,
-        draws=torch.Tag.nondeterministic_seeded in func.tags,
-        communicates=communicates(func),
-        dropout_at=dropout_at,
-    )
+def _dropout_at(func: Any) -> int | None:
+    """Return the place of an argument ``dropout_p``, of attention that draws in its kernel."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None

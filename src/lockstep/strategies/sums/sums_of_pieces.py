@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.errors import LossError
-from lockstep.model.losses.loss import Number, Totalled, total_of_items
+from lockstep.model.losses.loss import Loss, Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.losses.model_loss import mean_of
 from lockstep.tensors.pytree import call, clones, doubled
@@ -36,30 +35,7 @@ class Piece:
         return Piece(doubled(self.inputs), doubled(self.targets), self.size, self.start)
 
 
-@dataclass(frozen=True)
-class PieceSums:
-    """What a model, or its loss, came to for some samples.
-
-    Attributes:
-        total: what backward runs on; None where there are no gradients to compare.
-        count: the number of items of that total.
-        named: totals and counts, by what they are of.
-    """
-
-    total: Tensor | None
-    count: Number
-    named: Mapping[str, tuple[Number, Number]]
-
-    def numbers(self) -> dict[str, float]:
-        """Totals and counts by name."""
-        found = {}
-        for name, (total, count) in self.named.items():
-            found[f"the total of {name}"] = float(total_of_items(total, count))
-            found[f"the count of {name}"] = float(count)
-        return found
-
-
-class Summed(ABC):
+class Summed:
     """What has to be the same sums for a batch as for its parts.
 
     Attributes:
@@ -68,13 +44,15 @@ class Summed(ABC):
         trains: whether gradients are compared.
     """
 
-    model: nn.Module
-    holds: Sequence[Any] = ()
     trains = True
 
-    @abstractmethod
-    def __call__(self, piece: Piece) -> PieceSums:
-        """Compute the sums of a piece."""
+    def __init__(self, model: nn.Module, holds: Sequence[Any]) -> None:
+        self.model = model
+        self.holds = holds
+
+    def __call__(self, piece: Piece) -> Loss:
+        """Compute what backward runs on, with its count; totals and counts of all sums as parts."""
+        raise NotImplementedError
 
     def outputs(self, piece: Piece) -> Any:
         """Call the model as for the sums."""
@@ -82,8 +60,6 @@ class Summed(ABC):
 
     def explained(self, piece: Piece) -> LossError | None:
         """Give an error where the loss is no sum over samples of these outputs."""
-        del piece
-        return None
 
 
 class SummedLoss(Summed):
@@ -92,25 +68,24 @@ class SummedLoss(Summed):
     Args:
         model: the model.
         loss: gives total and count.
-        metrics: gives the total and count of each metric, by name, for outputs and targets.
-        trains: whether gradients are compared.
+        metrics: gives the total and count of each metric, by name, for outputs and targets; None
+            compares the gradients of a training instead.
+        holds: what metrics hold.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss: Totalled,
-        *,
         metrics: Metrics | None = None,
-        trains: bool = True,
+        holds: Sequence[Any] = (),
     ) -> None:
-        self.model = model
-        self.holds = [loss.loss]
-        self.trains = trains
+        super().__init__(model, [loss.loss, *holds])
+        self.trains = metrics is None
         self._loss = loss
         self._metrics = metrics
 
-    def __call__(self, piece: Piece) -> PieceSums:
+    def __call__(self, piece: Piece) -> Loss:
         """Compute the sums of a piece."""
         outputs = self.outputs(piece)
         targets = clones(piece.targets)  # which may be written to
@@ -121,8 +96,7 @@ class SummedLoss(Summed):
         if self._metrics is not None:
             for name, pair in self._metrics(outputs, piece.targets).items():
                 named[f'metric "{name}"'] = pair
-        has_gradient = self.trains and loss.total.requires_grad
-        return PieceSums(loss.total if has_gradient else None, loss.count, named)
+        return Loss(loss.total, loss.count, named)
 
     def outputs(self, piece: Piece) -> Any:
         """Call the model."""
@@ -135,21 +109,20 @@ class SummedLoss(Summed):
         outputs = self.outputs(piece)
         try:
             with torch.no_grad():
-                return self._refused(outputs, piece)
+                whole = self._loss(outputs, clones(piece.targets), piece.size)
+                mean = mean_of(outputs) if self._loss.counts is None else None
+                if mean is None or not torch.allclose(
+                    whole.total, mean.to(whole.total) * piece.size
+                ):
+                    check = LossCheck(self._loss, cuts=True)
+                    check(outputs, piece.targets, whole, piece.size, step=0)
+                    return None
         except LossError as error:
             return error
         except RuntimeError:  # a loss may need gradients
             return None
-
-    def _refused(self, outputs: Any, piece: Piece) -> LossError | None:
-        whole = self._loss(outputs, clones(piece.targets), piece.size)
-        mean = mean_of(outputs) if self._loss.counts is None else None
-        if mean is not None and torch.allclose(whole.total, mean.to(whole.total) * piece.size):
-            return LossError(
-                f"{self._loss.name} is outputs.loss, the model's mean over its labels, and parts "
-                "of a batch have different numbers of labels",
-                fix="take loss=lockstep.model_loss, which weights it by the number of labels",
-            )
-        check = LossCheck(self._loss, cuts=True)
-        check(outputs, piece.targets, whole, piece.size, step=0)
-        return None
+        return LossError(
+            f"{self._loss.name} is outputs.loss, the model's mean over its labels, and parts of a "
+            "batch have different numbers of labels",
+            fix="take loss=lockstep.model_loss, which weights it by the number of labels",
+        )
