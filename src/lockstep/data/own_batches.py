@@ -54,9 +54,9 @@ def batch_of(
     if accumulate > 1 or len(world.devices) > 1:
         refuse_uncut(inputs, targets, samples)
 
-    whole = Part(inputs, targets, samples, samples)
-    parts = parts_of(whole, share_sizes(samples, accumulate))
     sizes = [theirs for (theirs,) in over_ranks(world, samples)]
+    whole = Part(inputs, targets, samples, samples, start=sum(sizes[: world.rank]))
+    parts = parts_of(whole, share_sizes(samples, accumulate))
     cuts = [share_sizes(theirs, accumulate) for theirs in sizes]
     for part, shares in zip(parts, zip(*cuts, strict=True), strict=True):
         full = [share > 0 for share in shares]
@@ -67,7 +67,7 @@ def batch_of(
         # wherever it matters.
         part.of = number if number < world.size else sum(shares)
 
-    return Batch(parts, sum(sizes), 0, 0, is_own=True)
+    return Batch(parts, sum(sizes), 0, 0)
 
 
 def parts_of(part: Part, sizes: Sequence[int]) -> list[Part]:

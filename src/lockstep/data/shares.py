@@ -28,11 +28,6 @@ from lockstep.tensors.rows import sizes_by_cost, weighted_sizes
 
 _MASK = (1 << 64) - 1
 
-_AT_ONCE = 256
-"""Batches whose views are made by one operation: enough to hide its cost, few enough to start an
-epoch at once.
-"""
-
 TRAINING = 1
 EVALUATION = 2
 ORDER = 3
@@ -77,8 +72,7 @@ class Part:
         size: samples of this share.
         of: samples of the whole micro-batch, all shares together.
         samples: the indices of this share in the dataset, where they are known.
-        start: how many samples of this process come before, where the loss is one over the whole
-            batch; -1 for samples of another rank.
+        start: the place of its first sample in the global batch; -1 for samples of another rank.
     """
 
     inputs: Any
@@ -102,8 +96,6 @@ class Batch:
         index: its number in the epoch, from 0.
         epoch: the number of the epoch, from 0.
         samples: the indices in the dataset of the whole global batch, where they are known.
-        is_own: whether it is of a loop of one's own: the local batches of the ranks, one after the
-            other, are the global batch.
         shares: where one process drives several devices, for each its part of each micro-batch;
             ``parts`` are then sizes only.
         collate: gives inputs and targets of some samples, and of parts of them, by lists of their
@@ -115,7 +107,6 @@ class Batch:
     index: int
     epoch: int
     samples: Tensor | None = None
-    is_own: bool = False
     shares: list[list[Part]] | None = None
     collate: Callable[[Sequence[Sequence[int]]], list[Any]] | None = None
 
@@ -214,22 +205,8 @@ class Cutting:
     def rows(self, order: Tensor, start: int = 0) -> Iterator[Row]:
         """Yield the row of each global batch from number ``start`` on."""
         size = self.batch_size
-        if self.costs is not None:
-            for first in range(start * size, len(order), size):
-                yield self.row(order[first : first + size])
-            return
-
-        full = len(order) // size
-        for first in range(start, full, _AT_ONCE):
-            end = min(first + _AT_ONCE, full)
-            block = order[first * size : end * size].view(-1, size)  # (batches, samples)
-            shares = [block[:, a:b].unbind() for a, b, _ in self._of_full]
-            spans = [self._of_full] * len(block)
-            yield from zip(block.unbind(), spans, *shares, strict=True)
-
-        last = order[full * size :]
-        if len(last) and start <= full:
-            yield self.row(last)
+        for first in range(start * size, len(order), size):
+            yield self.row(order[first : first + size])
 
     def batch(self, row: Row, pairs: Iterable[tuple[Any, Any]], index: int, epoch: int) -> Batch:
         """Return the batch of a row.
@@ -244,7 +221,7 @@ class Cutting:
         parts = []
         for share, (start, end, of) in zip(shares, spans, strict=True):
             inputs, targets = next(made) if end > start else (None, None)
-            parts.append(Part(inputs, targets, end - start, of, share))
+            parts.append(Part(inputs, targets, end - start, of, share, start))
 
         batch = Batch(parts, len(samples), index, epoch, samples)
         if self.rank is None:

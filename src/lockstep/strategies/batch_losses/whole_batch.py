@@ -23,7 +23,6 @@ Source: gradient caching (Gao et al., Scaling Deep Contrastive Learning Batch Si
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -78,14 +77,16 @@ class WholeBatch:
         self._loss = step.loss
         self._home = step.world.device.torch
         self._found = _NONE
-        self._sizes: list[list[int]] = []
+        # Where the samples of this process are in the global batch, and how many that has.
+        self._places = torch.arange(0)
+        self._samples = 0
         self._targets: Any = None
-        # By the number of samples before: the size and the outputs of a local batch.
+        # By the place of the first sample: the size and the outputs of a local batch.
         self._kept: dict[int, tuple[int, Any]] = {}
         self._lock = threading.Lock()
         # Done when all outputs of this process are kept.
         self._are_here: Future[None] = Future()
-        # Of the loss, with respect to the outputs of this process.
+        # Of the loss, with respect to the outputs of all samples.
         self._gradients: Future[list[Tensor]] = Future()
 
     def gradients(self, batch: Batch) -> Loss:
@@ -98,7 +99,7 @@ class WholeBatch:
             LossError: outputs or targets have no row for each sample.
         """
         step = self._step
-        batch = self._begin(batch)
+        self._begin(batch)
         if self._is_once(batch):
             self._with_loss(self._awaited, step.gradients, batch)
             return self._found
@@ -121,29 +122,17 @@ class WholeBatch:
             if not future.done():
                 future.set_exception(error)
 
-    def _begin(self, batch: Batch) -> Batch:
-        """Begin an update; give its batch with local batches that know where they start."""
+    def _begin(self, batch: Batch) -> None:
+        """Begin an update."""
         self._are_here, self._gradients = Future(), Future()
         self._kept.clear()
-        self._sizes = []
-        pairs = []
-        replicas = []
-        start = 0
-        for parts in batch.shares or [batch.parts]:
-            placed = []
-            for part in parts:
-                placed.append(dataclasses.replace(part, start=start))
-                start += part.size
-                if part.size:
-                    pairs.append((part.size, part.targets))
-            replicas.append(placed)
-            self._sizes.append([part.size for part in parts])
-        if batch.is_own:
-            self._sizes = [[start]]
-        self._targets = self._joined("targets", pairs)
-        if batch.shares is None:
-            return dataclasses.replace(batch, parts=replicas[0])
-        return dataclasses.replace(batch, shares=replicas)
+        shares = batch.shares or [batch.parts]
+        parts = [part for share in shares for part in share if part.size]
+        parts.sort(key=lambda part: part.start)
+        spans = [torch.arange(part.start, part.start + part.size) for part in parts]
+        self._places = torch.cat([torch.arange(0), *spans])
+        self._samples = batch.size
+        self._targets = self._joined("targets", [(part.size, part.targets) for part in parts])
 
     def _is_once(self, batch: Batch) -> bool:
         """Return whether each rank has samples, and all outputs before its first backward."""
@@ -167,12 +156,12 @@ class WholeBatch:
         with self._lock:
             self._keep(outputs, part)
             here = sum(size for size, _ in self._kept.values())
-            if here == sum(map(sum, self._sizes)):
+            if here == len(self._places):
                 self._are_here.set_result(None)
         microbatch = current()
         if microbatch is not None:
             microbatch.end_forward()
-        if part.start == 0:
+        if part.start == self._places[0]:
             self._are_here.result()
             self._differentiate()
         self._gradients.result()
@@ -185,40 +174,30 @@ class WholeBatch:
         pairs = [self._kept[start] for start in sorted(self._kept)]
         self._kept.clear()
         outputs = self._joined("outputs", pairs)
-        (outputs, targets), places, total = self._of_all_ranks(
-            (outputs, self._targets), self._sizes
-        )
+        nests = outputs, self._targets
+        outputs, targets = self._of_all_ranks(nests, self._places, self._samples)
         leaves = each(_leaf, outputs)
         learned = _learned(leaves)
         with torch.enable_grad(), self._step._precision.autocast():
-            loss = self._loss(leaves, targets, total)
+            loss = self._loss(leaves, targets, self._samples)
         self._found = loss.detached()
         if loss.total.requires_grad:
-            found = self._differentiated(loss.total, learned, total)
+            self._gradients.set_result(self._differentiated(loss.total, learned))
         else:
             refuse_counted(loss)
-            found = tuple(map(torch.zeros_like, learned))
-        places = to_device(places, self._home)
-        self._gradients.set_result([gradient[places] for gradient in found])
+            self._gradients.set_result(list(map(torch.zeros_like, learned)))
 
-    def _differentiated(
-        self, loss_total: Tensor, learned: list[Tensor], samples: int
-    ) -> tuple[Tensor, ...]:
-        """Differentiate total / samples, scaled where the step scales, as without a cut.
-
-        Args:
-            loss_total: of the whole batch.
-            learned: the outputs.
-            samples: of the whole batch.
-        """
-        factor = backward_factor(loss_total, samples, waits=False)
+    def _differentiated(self, total: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+        """Differentiate total / samples, scaled where the step scales, as without a cut."""
+        factor = backward_factor(total, self._samples, waits=False)
         if self._step.scaler is not None:
-            loss_total = self._step.scaler.scale(loss_total)
+            total = self._step.scaler.scale(total)
         # As any backward, without autocast, within whose context a replica may be.
         with torch.autocast(self._home.type, enabled=False):
-            return torch.autograd.grad(
-                loss_total, learned, factor, allow_unused=True, materialize_grads=True
+            found = torch.autograd.grad(
+                total, outputs, factor, allow_unused=True, materialize_grads=True
             )
+        return list(found)
 
     def _given(self, outputs: Any, part: Part) -> Loss:
         """Stand for the loss of a local batch: backward from it gives outputs their gradients.
@@ -245,14 +224,17 @@ class WholeBatch:
         Returns:
             Outputs, targets and loss of each.
         """
-        sizes = [[part.size] for part, _ in found]
+        samples = sum(part.size for part, _ in found)
+        sizes = [size for (size,) in over_ranks(self._step.world, samples)]
+        start = sum(sizes[: self._step.world.rank])
+        places = torch.arange(start, start + samples)
         outputs = self._joined("outputs", [(part.size, made) for part, made in found])
         targets = self._joined("targets", [(part.size, part.targets) for part, _ in found])
-        (outputs, targets), places, total = self._of_all_ranks((outputs, targets), sizes)
+        outputs, targets = self._of_all_ranks((outputs, targets), places, sum(sizes))
         with self._step._precision.autocast():
-            loss = self._loss(outputs, targets, total)
+            loss = self._loss(outputs, targets, sum(sizes))
         results = [(made, part.targets, _NONE) for part, made in found]
-        if results and not places[0]:
+        if results and not start:
             results[0] = (*results[0][:2], loss)
         return results
 
@@ -288,64 +270,33 @@ class WholeBatch:
         moved = [to_device(nest, self._home, self._step._precision.whole) for _, nest in pairs]
         return gather(moved, self._home)
 
-    def _of_all_ranks(self, nests: Any, sizes: list[list[int]]) -> tuple[Any, Tensor, int]:
+    def _of_all_ranks(self, nests: Any, places: Tensor, samples: int) -> Any:
         """Give rows of the global batch.
 
         Args:
-            nests: of this process's samples, replica by replica, and micro-batch by micro-batch.
-            sizes: how many these are, likewise.
-
-        Returns:
-            The nests of all samples, the places of this process's among them, and their number.
+            nests: of this process's samples.
+            places: where these are in the global batch.
+            samples: of the global batch.
         """
         world = self._step.world
-        is_empty = not any(map(sum, sizes))
-        like = None if is_empty else each(_empty, nests)
-        ranks = world.gather_objects((sizes, like))
-        likes = [one for _, one in ranks if one is not None]
+        like = each(_empty, nests) if len(places) else None
+        likes = [one for one in world.gather_objects(like) if one is not None]
         if len(set(map(described, likes))) > 1:
             raise LossError(
                 f'{self._loss.name}: loss_over="batch" needs outputs and targets that differ in '
                 f"the first dimension only, and ranks have {described(likes)}"
             )
-        if is_empty:
+        if like is None:
             nests = to_device(likes[0], self._home)
-        places, total = _places([sizes for sizes, _ in ranks], world.rank)
 
         def of_all(rows: Tensor) -> Tensor:
             if rows.dtype == torch.bool:
                 return of_all(rows.byte()).bool()
-            made = rows.new_zeros(total, *rows.shape[1:])
+            made = rows.new_zeros(samples, *rows.shape[1:])
             made[to_device(places, rows.device)] = rows.detach()
             return world.all_reduce(made)
 
-        return each(of_all, nests), places, total
-
-
-def _places(ranks: Sequence[list[list[int]]], rank: int) -> tuple[Tensor, int]:
-    """Find where the samples of a rank are in the global batch.
-
-    Micro-batches are cut from the global batch first, and local batches from these.
-
-    Args:
-        ranks: of each rank the sizes of its parts, by replica and micro-batch.
-        rank: the rank.
-
-    Returns:
-        The places, and the number of samples of the global batch.
-    """
-    # The empty ones are of a rank without samples.
-    mine = {(-1, -1): torch.arange(0)}
-    start = 0
-    most = max(len(parts) for replicas in ranks for parts in replicas)
-    for number in range(most):
-        for other, replicas in enumerate(ranks):
-            for i, parts in enumerate(replicas):
-                size = parts[number] if number < len(parts) else 0
-                if other == rank:
-                    mine[i, number] = torch.arange(start, start + size)
-                start += size
-    return torch.cat([mine[key] for key in sorted(mine)]), start
+        return each(of_all, nests)
 
 
 class _GivenGradient(torch.autograd.Function):
