@@ -685,7 +685,7 @@ def one_sample_on_a_rank(world: Any) -> None:
 
 def test_a_batch_norm_of_one_sample_is_told_the_size_of_the_batch() -> None:
     """A rank without a sample once made it a batch of as many samples as there were other ranks."""
-    with pytest.raises(RunError, match="one sample only, of a batch of 5: sync_batchnorm=True"):
+    with pytest.raises(RunError, match="one sample only, of a batch of 5: choose a batch_size"):
         lockstep.launch(one_sample_on_a_rank, devices="3xcpu")
 
 

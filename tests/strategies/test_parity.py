@@ -622,35 +622,33 @@ def test_frequencies_in_a_micro_batch_are_refused(kind: str, way: str, tmp_path)
             "dp",
             19,
             {},
-            "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True "
-            "normalizes",
+            "step 3: BatchNorm was given one sample only, of a batch of 3: choose a batch_size",
         ),
         (
             "ddp",
             19,
             {},
-            "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True "
-            "normalizes",
+            "step 3: BatchNorm was given one sample only, of a batch of 3: choose a batch_size",
         ),
         (
             "hogwild",
             19,
             {},
-            "of a batch of 3: choose a batch_size that leaves no batch of one sample",
+            "of a batch of 3: choose a batch_size, or fewer micro-batches, that leaves",
         ),
         (
             "dp",
             17,
             {"sync_batchnorm": True},
-            "of a batch of 1: choose a batch_size that leaves no batch of one sample",
+            "of a batch of 1: choose a batch_size, or fewer micro-batches, that leaves",
         ),
         (
             "single",
             17,
             {},
-            "of a batch of 1: choose a batch_size that leaves no batch of one sample",
+            "of a batch of 1: choose a batch_size, or fewer micro-batches, that leaves",
         ),
-        ("pp", 19, {}, "of a batch of 3: choose fewer micro-batches, or a batch_size that leaves"),
+        ("pp", 19, {}, "of a batch of 3: choose a batch_size, or fewer micro-batches, that leaves"),
     ],
 )
 def test_a_share_of_one_sample_is_told_what_batch_norm_needs(

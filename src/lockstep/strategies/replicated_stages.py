@@ -101,8 +101,6 @@ class ReplicatedPP(Product, WithShares, PP):
 class ReplicaOfStages(RankStep, StagedStep):
     """One rank's replica, on its devices."""
 
-    _may_synchronise = False
-
     def _add_parts(self, batch: Batch) -> Loss:
         # Batch norms are synchronised where there is one micro-batch.
         self._begin_exchange(batch.parts[0])

@@ -517,11 +517,6 @@ class Step:
         if known is not None:
             raise known from error
 
-    @property
-    def _may_synchronise(self) -> bool:
-        """Whether ``sync_batchnorm`` could be set, and isn't."""
-        return self.replicas > 1 and self.together and not self._synchronises
-
     def check(self) -> None:
         """Raise what accelerators have found wrong in the steps since the last check.
 

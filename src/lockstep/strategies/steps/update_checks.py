@@ -45,8 +45,6 @@ _CAUSES = {
 }
 """By PyTorch's text, what is wrong."""
 
-_NOT_FINITE, _NO_ITEMS = "not finite", "no items"
-
 
 class UpdateChecks:
     """Finds what went wrong in the updates of a step, and decides which of them are skipped.
@@ -141,34 +139,29 @@ class UpdateChecks:
         """
         step = self._step
         world = step.world
+        known: LockstepError | None = None
         if step._compile:
-            compiler_error = not_compilable(error)
-            if compiler_error is not None:
-                return compiler_error
-        if step._checkpoints:
-            checkpoint_error = not_checkpointable(error)
-            if checkpoint_error is not None:
-                return checkpoint_error
+            known = not_compilable(error)
+        if known is None and step._checkpoints:
+            known = not_checkpointable(error)
+        if known is not None:
+            return known
         if is_out_of_memory(error):
             share = max(part.size for part in batch.parts)
             return OutOfMemory(
                 f"out of memory on {world.device} at step {world.step} with a share of {share} "
                 f"samples: use a smaller batch_size, or accumulate={2 * step._accumulate}"
             )
-        if not is_of_one_sample(error):
-            return self._known(error, batch)
-        sizes = [part.of for part in batch.parts]
-        # One is of this rank alone under hogwild, the other where a rank of an own loop has none.
-        whole = max(batch.size, sum(sizes))
-        what = f"step {world.step}: BatchNorm was given one sample only, of a batch of {whole}"
-        # It would see more samples only where a micro-batch has more than this one.
-        if step._may_synchronise and max(sizes) > 1:
+        if is_of_one_sample(error):
+            # One is of this rank alone under hogwild, the other where a rank of an own loop has
+            # none.
+            whole = max(batch.size, sum(part.of for part in batch.parts))
             return RunError(
-                f"{what}: sync_batchnorm=True normalizes over all replicas; or choose another "
-                "batch_size"
+                f"step {world.step}: BatchNorm was given one sample only, of a batch of {whole}: "
+                "choose a batch_size, or fewer micro-batches, that leaves no batch of one sample; "
+                "sync_batchnorm=True normalizes over the replicas of dp and ddp"
             )
-        fewer = "fewer micro-batches, or " if len(sizes) > 1 else ""
-        return RunError(f"{what}: choose {fewer}a batch_size that leaves no batch of one sample")
+        return self._known(error, batch)
 
     def _known(self, error: Exception, batch: Batch) -> LockstepError | None:
         """Explain an error of autograd or of a kernel by its text; None for any other."""
@@ -220,37 +213,22 @@ class UpdateChecks:
             NonFiniteLoss: the loss was not finite.
             RunError: it counted no item.
         """
-        found = self._found_on_host()
-        step, what = min(found, default=(0, ""))
-        if what == _NOT_FINITE:
-            raise not_finite("the loss became NaN or infinite", step, self._step.world)
-        if what == _NO_ITEMS:
-            raise RunError(
-                f"step {step}: the loss counted 0 items in the batch: are all targets ignored? "
-                'Use nonfinite="skip" or a fused optimizer to skip such updates on an accelerator'
-            )
-
-    def _found_on_host(self) -> list[tuple[int, str]]:
-        """Read the results, and count the updates that the optimizer has skipped.
-
-        Returns:
-            The steps that were wrong, each with what was wrong.
-        """
-        steps = [step for step, _ in self._results]
-        losses = read([result for _, result in self._results])
-        self._results.clear()
+        results, self._results = self._results, []
+        losses = read([result for _, result in results])
         skips = self._step.skips
-        found = []
-        for step, (total, count) in zip(steps, losses, strict=True):
-            if count == 0 and self._optimizer_skips:
+        for (step, _), (total, count) in zip(results, losses, strict=True):
+            if count == 0 and not self._optimizer_skips:
+                raise RunError(
+                    f"step {step}: the loss counted 0 items in the batch: are all targets ignored? "
+                    'Use nonfinite="skip" or a fused optimizer to skip such updates on an '
+                    "accelerator"
+                )
+            if count == 0:
                 skips.add(NO_ITEMS, step)
                 continue
-            if count == 0:
-                found.append((step, _NO_ITEMS))
-            elif not math.isfinite(total):
-                found.append((step, _NOT_FINITE))
+            if not math.isfinite(total):
+                raise not_finite("the loss became NaN or infinite", step, self._step.world)
             skips.in_a_row = 0
-        return found
 
 
 def refuse_counted(loss: Loss, where: str = "") -> None:
