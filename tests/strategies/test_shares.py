@@ -289,19 +289,6 @@ def test_auto_refuses_what_cannot_be_measured_before_a_training(tmp_path: Path) 
         train(job, strategy=DP(shares="auto"), devices="2xcpu", folder=tmp_path, quiet=True)
 
 
-class TooLarge(nn.Linear):
-    """A model that doesn't fit on one device."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("the device's memory is full")
-
-
-def test_auto_refuses_a_model_that_one_device_has_not_the_memory_for(tmp_path: Path) -> None:
-    job = ZOO["mlp"].replace(model=lambda: TooLarge(6, 3))
-    with pytest.raises(StrategyError, match="of the whole model are measured there: give numbers"):
-        train(job, strategy=DP(shares="auto"), devices="2xcpu", folder=tmp_path, quiet=True)
-
-
 def test_the_command_has_shares(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("small.py").write_text("from zoo import ZOO\n\njob = ZOO['mlp'].replace(epochs=1)\n")

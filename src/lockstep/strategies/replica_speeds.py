@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -22,7 +23,6 @@ from lockstep.data.shares import over_ranks
 from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch.devices import Device
-from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.measured_blocks import model_kept
@@ -48,7 +48,7 @@ def measured_shares(
         world: the ranks, all of which call this.
 
     Raises:
-        StrategyError: this job can't be measured before its training, or on one device.
+        StrategyError: this job can't be measured before its training.
     """
     if job.step is not None or is_stream(job.train_data):
         what = "a step function" if job.step is not None else "a stream, which is read only once"
@@ -58,35 +58,29 @@ def measured_shares(
         )
 
     samples = max(1, job.batch_size // job.accumulate // (len(replicas) * world.size))
-    job = job.replace(batch_size=samples)
-    try:
-        seconds = [_seconds_on(devices, strategy, job, world) for devices in replicas]
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise StrategyError(
-            f"shares auto: {world.device} is out of memory while forward and backward of the "
-            "whole model are measured there: give numbers, as --shares 2,1"
-        ) from error
+    job = job.replace(
+        batch_size=samples,
+        accumulate=1,
+        loader_workers=0,
+        shuffle=False,
+        order=None,
+        batches=None,
+        cut_by=None,
+        loss=copy.deepcopy(job.loss),
+    )
+    nanoseconds = [_nanoseconds_on(devices, strategy, job, world) for devices in replicas]
     gc.collect()  # a step refers to itself: its memory would be kept for a while
-    nanoseconds = [max(1, round(1e9 * each)) for each in seconds]
-    every: list[int] = []
-    for of_rank in over_ranks(world, *nanoseconds):
-        every += of_rank
-
-    speeds = [10**18 // each for each in every]
-    sizes = weighted_sizes(_STEPS * len(speeds), speeds)
+    every = list(itertools.chain(*over_ranks(world, *nanoseconds)))
+    sizes = weighted_sizes(_STEPS * len(every), [10**18 // each for each in every])
     divisor = math.gcd(*sizes)
     shares = ",".join(str(size // divisor) for size in sizes)
     times = ", ".join(f"{each / 1e6:.3g}" for each in every)
     return shares, f"forward and backward of {counted(samples, 'sample')} take {times} ms"
 
 
-def _seconds_on(devices: tuple[Device, ...], strategy: Strategy, job: Job, world: World) -> float:
-    """Return the median seconds of one replica, which has these devices."""
-    in_order = {"shuffle": False, "order": None, "batches": None, "cut_by": None}
-    job = job.replace(**in_order, accumulate=1, loader_workers=0, loss=copy.deepcopy(job.loss))
-    seconds = []
+def _nanoseconds_on(devices: tuple[Device, ...], strategy: Strategy, job: Job, world: World) -> int:
+    """Return the median time of one replica, which has these devices."""
+    times = []
     with alone(devices) as own:
         step = strategy.prepare(job, own)
         loader = strategy.training_loader(job, own, job.train_data)
@@ -95,12 +89,12 @@ def _seconds_on(devices: tuple[Device, ...], strategy: Strategy, job: Job, world
         with model_kept(step.model):
             for _ in range(_WARM_UP + _ROUNDS):
                 world.barrier()
-                began = time.perf_counter()
+                began = time.perf_counter_ns()
                 if step.counts is not None:
                     step.counts.begin(batch)
                 step.gradients(batch)
                 for device in devices:
                     if not device.is_slot:
                         torch.accelerator.synchronize(device.index)
-                seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[_WARM_UP:])
+                times.append(time.perf_counter_ns() - began)
+    return int(statistics.median(times[_WARM_UP:]))

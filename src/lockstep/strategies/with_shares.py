@@ -96,7 +96,6 @@ class WithShares(Strategy):
         earlier = str((before or {}).get("shares"))
         if earlier.startswith("auto:") and len(_numbers(earlier)) == layout.local_batches:
             return replace(self, shares=earlier)
-
         replicas: list[tuple[Device, ...]] = [world.devices]
         if self.devices_per_rank == 1:
             replicas = [(device,) for device in world.devices]

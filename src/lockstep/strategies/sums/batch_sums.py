@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
-from lockstep.errors import StrategyError
+from lockstep.errors import LossError, StrategyError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.model_loss import mean_of
 from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat
@@ -162,7 +163,9 @@ class BatchSums:
                 if not is_out_of_memory(error):
                     raise
                 return Verdict(unchecked="out of memory")
-        self._refuse_written(verdict)
+            self._refuse_written(verdict)
+            if verdict.difference and not self._accepts and isinstance(summed, SummedLoss):
+                self._refuse_loss(pieces[0])
         if verdict.difference:
             parts = f"of {first + second} samples as a whole and in parts of {first} and {second}"
             self._refuse(verdict, f"{when}, {parts}")
@@ -240,7 +243,7 @@ class BatchSums:
         """
         step = self._step
         keeps = "single or mp keep" if step.replicas > 1 else "whole batches keep"
-        error = verdict.error or StrategyError(
+        error = StrategyError(
             f"results depend on where a batch is cut: {where}, {verdict.difference}; "
             f"{verdict.where}",
             kind="mixing",
@@ -251,6 +254,22 @@ class BatchSums:
         if step.world.is_first and not self._is_logged:
             step.log_once([Caveat("mixing", f"{error} (accept_differences)")])
         self._is_logged = True
+
+    def _refuse_loss(self, whole: Piece) -> None:
+        """Refuse a loss that is no sum over samples of outputs; another one is not the cause."""
+        step = self._step
+        if not step.loss_check.is_used:
+            return
+        part = Part(whole.inputs, whole.targets, whole.size, whole.size)
+        with torch.no_grad():
+            outputs, loss = step._outputs_and_loss(step.model, part, checks=True)
+        mean = mean_of(outputs)
+        if mean is not None and torch.allclose(loss.total, mean.to(loss.total) * whole.size):
+            raise LossError(
+                f"{step.loss.name} is outputs.loss, the model's mean over its labels, and parts "
+                "of a batch have different numbers of labels",
+                fix="take loss=lockstep.model_loss, which weights it by the number of labels",
+            )
 
     def _refuse_written(self, verdict: Verdict) -> None:
         """Refuse a forward that writes parameters, where parts would not write the same."""
@@ -277,16 +296,16 @@ class BatchSums:
         return notes
 
     def _notes(self, verdict: Verdict, *, in_turn: bool) -> list[Caveat]:
+        notes = []
         if verdict.unchecked:
             text = f"the sum check of an update is left out: {verdict.unchecked}"
             fix = "lockstep verify shows whether results are those of single-device training"
-            return [Caveat("uncopied", text, fix)]
+            notes.append(Caveat("uncopied", text, fix))
         of_replicas = self._step.replicas > 1
         how = "from the local batch: each replica has its own, or follows the first"
         if in_turn:
             how = "once per micro-batch, not once per batch"
         names = verdict.kept if of_replicas else [*verdict.written, *verdict.kept]
-        notes = []
         for name in names:
             notes.append(Caveat("buffer", f'"{name}" is written {how}', "single keeps the results"))
         has_dropout = any(map(draws_dropout, self._step.model.modules()))

@@ -59,9 +59,13 @@ def _in_evaluation(module: nn.Module, like: Tensor) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def full_precision(model: nn.Module) -> Iterator[None]:
-    """Compute without autocast, also a caller's, and without compiled code."""
+def as_compared(model: nn.Module, *, trains: bool) -> Iterator[None]:
+    """Compute without autocast, also a caller's, and without compiled code, with known layers in
+    evaluation mode.
+    """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(trains))
+        stack.enter_context(known_in_evaluation_mode(model))
         for device_type in {"cpu", *(p.device.type for p in model.parameters())}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -30,16 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.errors import LossError, first_line
+from lockstep.errors import first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.loss import total_of_items
 from lockstep.model.snapshot import Snapshot, same
 from lockstep.strategies.sums.cross_sample_layer import first_that_mixes
-from lockstep.strategies.sums.reference_modes import (
-    full_precision,
-    in_float64,
-    known_in_evaluation_mode,
-)
+from lockstep.strategies.sums.reference_modes import as_compared, in_float64
 from lockstep.strategies.sums.replayed_draws import ReplayedDraws
 from lockstep.strategies.sums.sums_of_pieces import Piece, Summed
 
@@ -83,7 +79,6 @@ class Verdict:
     Attributes:
         difference: what is no sum, with the numbers; "" where all is one.
         where: the first module whose outputs show it.
-        error: an error that describes the loss more closely.
         unchecked: why nothing is known; "" where something is.
         communicates: whether the model or the loss communicates with other ranks, so that nothing
             else is known.
@@ -97,7 +92,6 @@ class Verdict:
 
     difference: str = ""
     where: str = ""
-    error: LossError | None = None
     unchecked: str = ""
     communicates: bool = False
     written: list[str] = field(default_factory=list)
@@ -226,20 +220,27 @@ class _Comparison:
         if verdict.difference and self._draws.watches:
             self._explain()
 
+    @contextlib.contextmanager
+    def _computing(self, piece: Piece) -> Iterator[None]:
+        summed = self._summed
+        with as_compared(summed.model, trains=summed.trains), self._draws.of(piece):
+            yield
+
     def _compute(self, piece: Piece) -> _Computed:
         """Compute the sums of a piece, and add the gradient of its part of the mean.
 
         The whole has the gradient of total / count, as on one device.
         """
         whole = self._pieces[0]
-        with _as_compared(self._summed), self._draws.of(piece):
+        with self._computing(piece):
             sums = self._summed(piece)
             count = float(sums.count)
             divisor = count if piece is whole else whole.size
             if divisor and sums.total.requires_grad:
                 torch.autograd.backward(sums.total / divisor)
-        self.verdict.draws |= bool(self._draws.drawn) or self._snapshot.drew()
         self._draws_elsewhere |= self._snapshot.drew_elsewhere()
+        draws = bool(self._draws.drawn) or self._snapshot.drew()
+        self.verdict.draws |= draws or self._draws_elsewhere
         if piece is whole:
             for p in self._trained.values():
                 if p.grad is not None:
@@ -318,32 +319,18 @@ class _Comparison:
         """Find where a difference comes from."""
 
         def outputs(piece: Piece) -> Any:
-            with _as_compared(self._summed), self._draws.of(piece):
+            with self._computing(piece):
                 return self._summed.outputs(piece)
 
         verdict = self.verdict
         verdict.where = first_that_mixes(self._summed.model, self._pieces, outputs, self._snapshot)
         if verdict.where:
             return
-        self._snapshot.put_back()
-        with _as_compared(self._summed):
-            verdict.error = self._summed.explained(self._pieces[0])
         verdict.where = "no module differs: the cause is the loss, a metric, or backward"
         if self._in_turn and verdict.kept:
             verdict.where = (
                 f'forward writes "{verdict.kept[0]}", which the next micro-batch may read'
             )
-
-
-@contextlib.contextmanager
-def _as_compared(summed: Summed) -> Iterator[None]:
-    """Compute in full precision, with known layers in evaluation mode."""
-    with (
-        torch.set_grad_enabled(summed.trains),
-        known_in_evaluation_mode(summed.model),
-        full_precision(summed.model),
-    ):
-        yield
 
 
 def _finite(number: float) -> float:

@@ -6,13 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from lockstep.errors import LossError
 from lockstep.model.losses.loss import Loss, Number, Totalled
-from lockstep.model.losses.loss_check import LossCheck
-from lockstep.model.losses.model_loss import mean_of
 from lockstep.tensors.pytree import call, clones, doubled
 
 Metrics = Callable[[Any, Any], Mapping[str, tuple[Number, Number]]]
@@ -58,9 +54,6 @@ class Summed:
         """Call the model as for the sums."""
         return self(piece)
 
-    def explained(self, piece: Piece) -> LossError | None:
-        """Give an error where the loss is no sum over samples of these outputs."""
-
 
 class SummedLoss(Summed):
     """The loss of a model, with its parts, and metrics beside it.
@@ -101,28 +94,3 @@ class SummedLoss(Summed):
     def outputs(self, piece: Piece) -> Any:
         """Call the model."""
         return call(self.model, clones(piece.inputs))
-
-    def explained(self, piece: Piece) -> LossError | None:
-        """Give the error of a loss that is no sum over samples of these outputs."""
-        if self._loss.is_known:
-            return None
-        outputs = self.outputs(piece)
-        try:
-            with torch.no_grad():
-                whole = self._loss(outputs, clones(piece.targets), piece.size)
-                mean = mean_of(outputs) if self._loss.counts is None else None
-                if mean is None or not torch.allclose(
-                    whole.total, mean.to(whole.total) * piece.size
-                ):
-                    check = LossCheck(self._loss, cuts=True)
-                    check(outputs, piece.targets, whole, piece.size, step=0)
-                    return None
-        except LossError as error:
-            return error
-        except RuntimeError:  # a loss may need gradients
-            return None
-        return LossError(
-            f"{self._loss.name} is outputs.loss, the model's mean over its labels, and parts of a "
-            "batch have different numbers of labels",
-            fix="take loss=lockstep.model_loss, which weights it by the number of labels",
-        )
