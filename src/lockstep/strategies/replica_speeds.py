@@ -37,7 +37,10 @@ _STEPS = 10
 
 
 def measured_shares(
-    strategy: Strategy, replicas: Sequence[tuple[Device, ...]], job: Job, world: World
+    strategy: Strategy,
+    replicas: Sequence[tuple[Device, ...]],
+    job: Job,
+    world: World,
 ) -> tuple[str, str]:
     """Return shares in proportion to the speeds of all replicas, and what was measured, in words.
 
@@ -78,7 +81,12 @@ def measured_shares(
     return shares, f"forward and backward of {counted(samples, 'sample')} take {times} ms"
 
 
-def _nanoseconds_on(devices: tuple[Device, ...], strategy: Strategy, job: Job, world: World) -> int:
+def _nanoseconds_on(
+    devices: tuple[Device, ...],
+    strategy: Strategy,
+    job: Job,
+    world: World,
+) -> int:
     """Return the median time of one replica, which has these devices."""
     times = []
     with alone(devices) as own:

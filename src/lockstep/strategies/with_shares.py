@@ -80,7 +80,12 @@ class WithShares(Strategy):
             )
         return ()
 
-    def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> Self:
+    def planned(
+        self,
+        job: Job,
+        world: World,
+        before: Mapping[str, Any] | None = None,
+    ) -> Self:
         """Measure the speed of each replica, where ``shares`` is ``auto``.
 
         A run that is resumed on as many devices has the shares that it had.

@@ -37,7 +37,11 @@ class BatchCounts:
         StrategyError: the ranks don't meet in an update.
     """
 
-    def __init__(self, step: Step, function: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        step: Step,
+        function: Callable[[Any], Any],
+    ) -> None:
         loss = step.loss
         if loss.is_known and loss.loss is not model_loss:
             raise JobError(
@@ -78,7 +82,11 @@ class BatchCounts:
         for part in parts:
             part.inputs = counts.given_to(self._step.model, part.inputs)
 
-    def of_whole(self, pairs: Sequence[tuple[Any, Any]], samples: int) -> list[tuple[Any, Any]]:
+    def of_whole(
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        samples: int,
+    ) -> list[tuple[Any, Any]]:
         """Take some samples of this process for the whole batch.
 
         Args:
@@ -99,7 +107,11 @@ class BatchCounts:
         model = self._step.model
         return [(counts.given_to(model, inputs), targets) for inputs, targets in pairs]
 
-    def _refuse_means(self, whole: Counts, parts: list[Counts]) -> None:
+    def _refuse_means(
+        self,
+        whole: Counts,
+        parts: list[Counts],
+    ) -> None:
         """Refuse numbers that aren't sums over samples.
 
         Args:
@@ -115,7 +127,11 @@ class BatchCounts:
                 f"for two parts of them {together.tolist()} together: return sums over samples"
             )
 
-    def _counts(self, targets: Any, samples: int) -> Counts:
+    def _counts(
+        self,
+        targets: Any,
+        samples: int,
+    ) -> Counts:
         return Counts.of(self._function, targets, samples, self._home)
 
     def _agreed(self, found: list[Shapes]) -> Shapes:

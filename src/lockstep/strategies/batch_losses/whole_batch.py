@@ -145,13 +145,21 @@ class WholeBatch:
         is_once = self.runner.computes_forwards_first(len(full))
         return min(over_ranks(world, is_once)) == [1]
 
-    def _keep(self, outputs: Any, part: Part) -> Loss:
+    def _keep(
+        self,
+        outputs: Any,
+        part: Part,
+    ) -> Loss:
         """Keep the outputs of a local batch of this process, instead of a loss."""
         if part.start >= 0:
             self._kept[part.start] = part.size, outputs
         return Loss(torch.zeros((), device=place_of(outputs)), 0)
 
-    def _awaited(self, outputs: Any, part: Part) -> Loss:
+    def _awaited(
+        self,
+        outputs: Any,
+        part: Part,
+    ) -> Loss:
         """Stand for the loss of a local batch, once all of this process are computed."""
         with self._lock:
             self._keep(outputs, part)
@@ -187,7 +195,11 @@ class WholeBatch:
             refuse_counted(loss)
             self._gradients.set_result(list(map(torch.zeros_like, learned)))
 
-    def _differentiated(self, total: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+    def _differentiated(
+        self,
+        total: Tensor,
+        outputs: list[Tensor],
+    ) -> list[Tensor]:
         """Differentiate total / samples, scaled where the step scales, as without a cut."""
         factor = backward_factor(total, self._samples, waits=False)
         if self._step.scaler is not None:
@@ -199,7 +211,11 @@ class WholeBatch:
             )
         return list(found)
 
-    def _given(self, outputs: Any, part: Part) -> Loss:
+    def _given(
+        self,
+        outputs: Any,
+        part: Part,
+    ) -> Loss:
         """Stand for the loss of a local batch: backward from it gives outputs their gradients.
 
         It is on the device of the outputs. From another replica's device, whose thread of autograd
@@ -252,7 +268,11 @@ class WholeBatch:
         finally:
             step._stands_in = None
 
-    def _joined(self, name: str, pairs: Sequence[tuple[int, Any]]) -> Any:
+    def _joined(
+        self,
+        name: str,
+        pairs: Sequence[tuple[int, Any]],
+    ) -> Any:
         """Join nests of rows, in order, on the first device; None where there are none.
 
         Args:
@@ -270,7 +290,12 @@ class WholeBatch:
         moved = [to_device(nest, self._home, self._step._precision.whole) for _, nest in pairs]
         return gather(moved, self._home)
 
-    def _of_all_ranks(self, nests: Any, places: Tensor, samples: int) -> Any:
+    def _of_all_ranks(
+        self,
+        nests: Any,
+        places: Tensor,
+        samples: int,
+    ) -> Any:
         """Give rows of the global batch.
 
         Args:
@@ -303,7 +328,11 @@ class _GivenGradient(torch.autograd.Function):
     """Zero, whose backward gives outputs a gradient as it is: scaled, and in the outputs' format."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        gradient: Tensor,
+    ) -> Tensor:
         """Keep the gradient."""
         ctx.save_for_backward(gradient)
         dtype = torch.promote_types(output.dtype, torch.float32).to_real()

@@ -25,7 +25,11 @@ class SkippedUpdates:
         nonfinite: whether losses and gradients that aren't finite are skipped.
     """
 
-    def __init__(self, job: Recipe, world: World) -> None:
+    def __init__(
+        self,
+        job: Recipe,
+        world: World,
+    ) -> None:
         self.number = 0
         self.in_a_row = 0
         self.nonfinite = job.nonfinite == "skip"
@@ -37,7 +41,11 @@ class SkippedUpdates:
         """Whether a loss that isn't finite would be skipped now."""
         return self.nonfinite and self.in_a_row < self._limit
 
-    def add(self, why: str, step: int) -> None:
+    def add(
+        self,
+        why: str,
+        step: int,
+    ) -> None:
         """Count an update that is skipped, and log it.
 
         Raises:
@@ -84,7 +92,11 @@ def no_items(step: int, skipped: int = 0) -> RunError:
     )
 
 
-def not_finite(what: str, step: int, world: World) -> NonFiniteLoss:
+def not_finite(
+    what: str,
+    step: int,
+    world: World,
+) -> NonFiniteLoss:
     """Make the error of a loss or gradient that isn't finite, where the cause isn't known."""
     return NonFiniteLoss(
         f"{what} at step {step} on rank {world.rank} ({world.device}): "

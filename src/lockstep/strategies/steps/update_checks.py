@@ -130,7 +130,11 @@ class UpdateChecks:
             return "a gradient became NaN or infinite"
         return None
 
-    def explained(self, error: Exception, batch: Batch) -> LockstepError | None:
+    def explained(
+        self,
+        error: Exception,
+        batch: Batch,
+    ) -> LockstepError | None:
         """Explain an error in an update; None for one of the model's own.
 
         Args:
@@ -163,7 +167,11 @@ class UpdateChecks:
             )
         return self._known(error, batch)
 
-    def _known(self, error: Exception, batch: Batch) -> LockstepError | None:
+    def _known(
+        self,
+        error: Exception,
+        batch: Batch,
+    ) -> LockstepError | None:
         """Explain an error of autograd or of a kernel by its text; None for any other."""
         step = self._step
         for text, cause in _CAUSES.items():

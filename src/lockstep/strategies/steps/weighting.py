@@ -22,7 +22,11 @@ from lockstep.model.losses.loss import Number
 
 
 @functools.lru_cache(maxsize=64)
-def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def scalar(
+    value: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Give a number as a tensor, which is written once to a device. It mustn't be changed."""
     return torch.full((), value, dtype=dtype, device=device)
 
@@ -41,7 +45,12 @@ def as_tensor(values: Iterable[Number], device: torch.device) -> Tensor:
     return torch.stack(stacked)
 
 
-def backward_factor(total: Tensor, divisor: Number, *, waits: bool) -> Tensor:
+def backward_factor(
+    total: Tensor,
+    divisor: Number,
+    *,
+    waits: bool,
+) -> Tensor:
     """Give the gradient with which the backward of ``total / divisor`` begins, at ``total``.
 
     This saves a small step two operators and a node of the graph.
@@ -60,7 +69,11 @@ def backward_factor(total: Tensor, divisor: Number, *, waits: bool) -> Tensor:
     return scalar(factor, total.dtype, total.device)
 
 
-def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
+def quotient(
+    number: float,
+    count: Tensor,
+    like: Tensor | None,
+) -> Tensor:
     """Divide on the count's device, in float64 if ``like`` is, otherwise in float32.
 
     Args:
@@ -81,7 +94,13 @@ def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
     return (scalar(number, wide, count.device) / divisor).to(wide)
 
 
-def weight(parameters: Sequence[nn.Parameter], size: int, count: Number, *, waits: bool) -> None:
+def weight(
+    parameters: Sequence[nn.Parameter],
+    size: int,
+    count: Number,
+    *,
+    waits: bool,
+) -> None:
     """Make the gradients of total / ``size`` those of total / ``count``.
 
     Args:
@@ -101,7 +120,11 @@ def weight(parameters: Sequence[nn.Parameter], size: int, count: Number, *, wait
         _scale([grad for grad in grads if grad.device == device], factor, device)
 
 
-def _scale(grads: list[Tensor], factor: Number, device: torch.device) -> None:
+def _scale(
+    grads: list[Tensor],
+    factor: Number,
+    device: torch.device,
+) -> None:
     """Multiply gradients on one device in place."""
     if isinstance(factor, Tensor):
         factor = factor.to(device, non_blocking=True)

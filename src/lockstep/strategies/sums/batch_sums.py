@@ -56,7 +56,11 @@ class BatchSums:
             is all that is logged.
     """
 
-    def __init__(self, step: Step, job: Recipe) -> None:
+    def __init__(
+        self,
+        step: Step,
+        job: Recipe,
+    ) -> None:
         self._step = step
         self._every = job.check_every
         self._accepts = job.accept_differences
@@ -85,7 +89,11 @@ class BatchSums:
         """
         return self._every != 0 and self._step.together
 
-    def check(self, batch: Batch, summed: Summed | None = None) -> None:
+    def check(
+        self,
+        batch: Batch,
+        summed: Summed | None = None,
+    ) -> None:
         """Compare a batch of an update with two parts of it; every rank calls this.
 
         Raises:
@@ -109,7 +117,12 @@ class BatchSums:
             if not step.is_checked:
                 step.log_once(self.notes)
 
-    def check_evaluation(self, batch: Batch, metrics: Metrics, holds: Sequence[Any]) -> None:
+    def check_evaluation(
+        self,
+        batch: Batch,
+        metrics: Metrics,
+        holds: Sequence[Any],
+    ) -> None:
         """Compare loss and metrics of an evaluation batch with two parts of it, likewise.
 
         It is checked in evaluation mode; every rank calls this. What metrics hold (``holds``) is put
@@ -131,7 +144,12 @@ class BatchSums:
             step.log_once(self._notes_of_evaluation(verdict))
 
     def _verdict(
-        self, batch: Batch, summed: Summed, when: str, *, is_first: bool
+        self,
+        batch: Batch,
+        summed: Summed,
+        when: str,
+        *,
+        is_first: bool,
     ) -> Verdict | None:
         """Compare, and refuse a difference.
 
@@ -187,7 +205,13 @@ class BatchSums:
         (fewest,) = min(over_ranks(self._step.world, samples))
         return samples if fewest >= 2 else 0
 
-    def _sizes(self, batch: Batch, available: int, *, is_first: bool) -> tuple[int, int]:
+    def _sizes(
+        self,
+        batch: Batch,
+        available: int,
+        *,
+        is_first: bool,
+    ) -> tuple[int, int]:
         """Return the samples of two parts to check, without a common divisor.
 
         A model may keep something for as many samples (the hidden state of each), which is right
@@ -208,7 +232,12 @@ class BatchSums:
                 return sizes
         return coprime_sizes(wanted)
 
-    def _pieces(self, batch: Batch, first: int, second: int) -> list[Piece]:
+    def _pieces(
+        self,
+        batch: Batch,
+        first: int,
+        second: int,
+    ) -> list[Piece]:
         """Return the whole, and two parts of these sizes, each collated by itself, or cut."""
         samples = first + second
         spans = [(0, samples), (0, first), (first, second)]
@@ -234,7 +263,11 @@ class BatchSums:
 
     # ---- what is done with what is found ---------------------------------------------------------
 
-    def _refuse(self, verdict: Verdict, where: str) -> None:
+    def _refuse(
+        self,
+        verdict: Verdict,
+        where: str,
+    ) -> None:
         """Raise the error of a difference, or log it where differences are accepted.
 
         Args:
@@ -295,7 +328,12 @@ class BatchSums:
             notes.append(_drawing("in evaluation", "those of one device"))
         return notes
 
-    def _notes(self, verdict: Verdict, *, in_turn: bool) -> list[Caveat]:
+    def _notes(
+        self,
+        verdict: Verdict,
+        *,
+        in_turn: bool,
+    ) -> list[Caveat]:
         notes = []
         if verdict.unchecked:
             text = f"the sum check of an update is left out: {verdict.unchecked}"

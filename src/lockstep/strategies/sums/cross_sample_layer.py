@@ -49,11 +49,21 @@ def first_that_mixes(
     return ""
 
 
-def _calls(model: nn.Module, compute_outputs: Callable[[Piece], Any], piece: Piece) -> _Calls:
+def _calls(
+    model: nn.Module,
+    compute_outputs: Callable[[Piece], Any],
+    piece: Piece,
+) -> _Calls:
     """Find the calls of modules in forward."""
     calls: _Calls = {}
 
-    def note(words: str, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    def note(
+        words: str,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        outputs: Any,
+    ) -> None:
         calls.setdefault(words, []).append((_floats((args, kwargs)), _floats(outputs)))
 
     hooks = []
@@ -74,7 +84,12 @@ def _floats(nest: Any) -> list[Tensor]:
     return [tensor.detach() for tensor in tensors(nest) if tensor.is_floating_point()]
 
 
-def _differ(of_whole: list[Tensor], of_part: list[Tensor], whole: Piece, part: Piece) -> bool:
+def _differ(
+    of_whole: list[Tensor],
+    of_part: list[Tensor],
+    whole: Piece,
+    part: Piece,
+) -> bool:
     """Return whether the rows of a part are other ones where they are computed with the whole.
 
     Tensors that don't have a row for each sample are left out.

@@ -32,7 +32,12 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         communicates: whether something was sent to other ranks.
     """
 
-    def __init__(self, whole: Piece, *, watches: bool) -> None:
+    def __init__(
+        self,
+        whole: Piece,
+        *,
+        watches: bool,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._whole = whole
         self._piece = whole
@@ -110,7 +115,11 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return drawn
         return drawn.copy_(rows)
 
-    def _rows(self, kept: Tensor, drawn: Tensor) -> Tensor:
+    def _rows(
+        self,
+        kept: Tensor,
+        drawn: Tensor,
+    ) -> Tensor:
         """Return the rows of what the whole has drawn that are a part's."""
         for dim, (of_whole, of_part) in enumerate(zip(kept.shape, drawn.shape, strict=False)):
             if of_whole != of_part:

@@ -42,7 +42,11 @@ class Summed:
 
     trains = True
 
-    def __init__(self, model: nn.Module, holds: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        holds: Sequence[Any],
+    ) -> None:
         self.model = model
         self.holds = holds
 
