@@ -198,7 +198,10 @@ class Cutting:
     def row(self, samples: Tensor) -> Row:
         """Return the row of a global batch."""
         size = len(samples)
-        spans = self.spans(size) if self.costs is None else self._spans(size, self.costs(samples))
+        spans = self._of_full
+        if self.costs is not None or size != self.batch_size:
+            costs = None if self.costs is None else self.costs(samples)
+            spans = self._spans(size, costs)
         shares = [samples[start:end] for start, end, _ in spans]
         return samples, spans, *shares
 

@@ -199,7 +199,7 @@ class _Comparison:
         verdict = self.verdict
         try:
             for number, piece in enumerate(self._pieces):
-                if number == 1 or not self._in_turn:
+                if number == 1 or (number and not self._in_turn):
                     self._snapshot.put_back()
                 self._computed.append(self._compute(piece))
                 if self._draws.communicates:
@@ -239,9 +239,9 @@ class _Comparison:
             if divisor and sums.total.requires_grad:
                 torch.autograd.backward(sums.total / divisor)
         self._draws_elsewhere |= self._snapshot.drew_elsewhere()
-        draws = bool(self._draws.drawn) or self._snapshot.drew()
-        self.verdict.draws |= draws or self._draws_elsewhere
+        self.verdict.draws |= self._draws_elsewhere
         if piece is whole:
+            self.verdict.draws |= bool(self._draws.drawn) or self._snapshot.drew()
             for p in self._trained.values():
                 if p.grad is not None:
                     p.grad = p.grad * (-count / whole.size)
