@@ -199,14 +199,14 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 227_432
+TOTAL = 226_228
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
     "cli": 5_981,
     "compare": 11_329,
-    "data": 12_013,
+    "data": 12_036,
     "export": 3_846,
     "launch": 18_175,
     "map": 4_960,
@@ -217,7 +217,7 @@ TOKENS = {
     "profiling": 3_096,
     "report": 1_850,
     "run": 3_759,
-    "strategies": 49_373,
+    "strategies": 48_146,
     "tensors": 8_049,
     "threads": 5_430,
     "top": 7_820,
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_394
+    assert bars.lines_of_the_reading_path() <= 2_389
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

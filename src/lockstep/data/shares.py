@@ -28,6 +28,9 @@ from lockstep.tensors.rows import sizes_by_cost, weighted_sizes
 
 _MASK = (1 << 64) - 1
 
+_AT_ONCE = 256
+"""Batches whose views are made by one operation."""
+
 TRAINING = 1
 EVALUATION = 2
 ORDER = 3
@@ -208,8 +211,20 @@ class Cutting:
     def rows(self, order: Tensor, start: int = 0) -> Iterator[Row]:
         """Yield the row of each global batch from number ``start`` on."""
         size = self.batch_size
-        for first in range(start * size, len(order), size):
-            yield self.row(order[first : first + size])
+        if self.costs is not None:
+            for first in range(start * size, len(order), size):
+                yield self.row(order[first : first + size])
+            return
+        full = len(order) // size
+        for first in range(start, full, _AT_ONCE):
+            end = min(first + _AT_ONCE, full)
+            block = order[first * size : end * size].view(-1, size)  # (batches, samples)
+            shares = [block[:, a:b].unbind() for a, b, _ in self._of_full]
+            spans = [self._of_full] * len(block)
+            yield from zip(block.unbind(), spans, *shares, strict=True)
+        last = order[full * size :]
+        if len(last) and start <= full:
+            yield self.row(last)
 
     def batch(self, row: Row, pairs: Iterable[tuple[Any, Any]], index: int, epoch: int) -> Batch:
         """Return the batch of a row.
