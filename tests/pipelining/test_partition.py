@@ -351,6 +351,30 @@ def test_memory_is_looked_at(monkeypatch) -> None:
         lockstep.partition(small_job(), devices="6xcpu", seconds=0.0)
 
 
+def test_stages_are_even_in_bytes_where_those_that_are_even_in_time_do_not_fit(monkeypatch) -> None:
+    """The layers in the middle are fast and hold nearly all parameters."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Embedding(20_000, 4)
+            self.second = nn.Embedding(20_000, 4)
+            self.slow = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            number = x[:, 0].long().abs()
+            return self.out(self.slow(self.first(number) + self.second(number)))
+
+    job = small_job().replace(model=Net)
+    room = [1.2e6, 1.2e6]  # for one embedding with its gradient, not for both
+    monkeypatch.setattr("lockstep.pipelining.planner.partition.capacities", lambda devices: room)
+    found = lockstep.partition(job, devices="2xcpu", seconds=0.0)
+    first, second = found.stages
+    assert [block.name for block in first.blocks] == ["first"]
+    assert first.need <= room[0] and second.need <= room[1]
+
+
 def test_layers_of_a_model_that_does_not_fit_on_a_device_are_divided_by_their_parameters(
     monkeypatch, tmp_path: Path, capsys
 ) -> None:

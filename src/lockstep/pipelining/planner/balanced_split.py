@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lockstep.errors import TooFewLayers, counted
 from lockstep.pipelining.planner.blocks import Block
@@ -24,13 +24,20 @@ _Best = tuple[float, list[int]]
 """Of a split: the slowest stage's time, and the bounds."""
 
 
-def split(blocks: Sequence[Block], stages: int, *, slack: float = 0.0) -> list[int]:
+def split(
+    blocks: Sequence[Block],
+    stages: int,
+    *,
+    cost: Callable[[Block], float] = lambda block: block.time,
+    slack: float = 0.0,
+) -> list[int]:
     """Find where each stage begins: its first block's place, for every stage, and the number of
     blocks at the end.
 
     Args:
         blocks: in the order of execution.
         stages: how many runs of them, none empty.
+        cost: what is divided evenly: seconds, or bytes.
         slack: how much slower than the fastest the slowest stage may be for a cut higher up in the
             tree of modules, as a share.
 
@@ -43,7 +50,7 @@ def split(blocks: Sequence[Block], stages: int, *, slack: float = 0.0) -> list[i
             f"partition: {stages} stages, but the model has {has} that can be placed: use "
             f"{counted(len(blocks), 'device')}"
         )
-    before = list(itertools.accumulate((block.time for block in blocks), initial=0.0))
+    before = list(itertools.accumulate(map(cost, blocks), initial=0.0))
     depths = _depths(blocks)
     deepest = max(depths) or 1
 

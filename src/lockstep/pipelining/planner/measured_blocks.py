@@ -65,6 +65,10 @@ class ModelBenchmark:
         """
         return block.parameters + (1 + self._state_copies) * block.trained
 
+    def bytes_of(self, block: Block) -> float:
+        """Count the bytes that a block takes with the activations of a micro-batch."""
+        return self.fixed(block) + block.activations
+
     def blocks(self, size: int, seconds: float = 1.0) -> tuple[Block, ...]:
         """Find the blocks with their costs for the first samples of the first micro-batch.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy
@@ -298,8 +298,12 @@ def planned(
         of_stages = [*devices] * each
         if plans and (len(of_stages) > len(blocks) or len(devices) == 1):
             continue
-        found = _divided(bench, blocks, near, of_stages, device_map)
-        plans.append(Plan(len(devices), _costs(bench, by_size, found), found))
+        costs: list[Callable[[Block], float]] = [lambda block: block.time]
+        if capacity is not None and device_map is None:
+            costs.append(bench.bytes_of)  # the faster split that fits is taken
+        for cost in costs:
+            found = _divided(bench, blocks, near, of_stages, device_map, cost)
+            plans.append(Plan(len(devices), _costs(bench, by_size, found), found))
     possible = [number for number in numbers if batch // number >= min(by_size)]
     choice = choose_schedule(
         batch,
@@ -318,6 +322,7 @@ def _divided(
     samples: int,
     devices: Sequence[Device],
     given: DeviceMap | None,
+    cost: Callable[[Block], float],
 ) -> Partition:
     """Find the best run of blocks for each stage, or those of a device map, which need not
     follow one another.
@@ -328,10 +333,11 @@ def _divided(
         samples: the size of the micro-batch.
         devices: of each stage.
         given: the stage of each layer, where that is known.
+        cost: what is divided evenly.
     """
     runs: list[list[Block]] = [[] for _ in devices]
     if given is None:
-        bounds = split(blocks, len(devices), slack=_SLACK)
+        bounds = split(blocks, len(devices), cost=cost, slack=_SLACK)
         for run, (first, last) in zip(runs, itertools.pairwise(bounds), strict=True):
             run += blocks[first:last]
         device_map = map_of(bench.model, blocks, bounds)
