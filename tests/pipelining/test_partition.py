@@ -359,7 +359,7 @@ def test_stages_are_even_in_bytes_where_those_that_are_even_in_time_do_not_fit(m
             super().__init__()
             self.first = nn.Embedding(20_000, 4, sparse=True)
             self.second = nn.Embedding(20_000, 4, sparse=True)
-            self.slow = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+            self.slow = nn.Sequential(*(nn.Linear(4, 4) for _ in range(200)))
             self.out = nn.Linear(4, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
