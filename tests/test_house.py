@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_333
+TOTAL = 226_328
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -212,7 +212,7 @@ TOKENS = {
     "map": 4_960,
     "model": 16_548,
     "parallel": 10_537,
-    "pipelining": 17_477,
+    "pipelining": 17_472,
     "prediction": 4_002,
     "profiling": 3_096,
     "report": 1_850,

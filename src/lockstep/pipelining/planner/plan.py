@@ -293,26 +293,29 @@ def planned(
     numbers = sorted({min(number, batch) for number in microbatches})
     near = sizes[1] if len(by_size) > 1 else sizes[0]
     blocks = by_size[near]
-    plans: list[Plan] = []
-    for each in chunks:
-        of_stages = [*devices] * each
-        if plans and (len(of_stages) > len(blocks) or len(devices) == 1):
-            continue
-        costs: list[Callable[[Block], float]] = [lambda block: block.time]
-        if capacity is not None and device_map is None:
-            costs.append(bench.bytes_of)  # the faster split that fits is taken
-        for cost in costs:
+    possible = [number for number in numbers if batch // number >= min(by_size)]
+
+    def choice_of(cost: Callable[[Block], float]) -> Choice:
+        plans: list[Plan] = []
+        for each in chunks:
+            of_stages = [*devices] * each
+            if plans and (len(of_stages) > len(blocks) or len(devices) == 1):
+                continue
             found = _divided(bench, blocks, near, of_stages, device_map, cost)
             plans.append(Plan(len(devices), _costs(bench, by_size, found), found))
-    possible = [number for number in numbers if batch // number >= min(by_size)]
-    choice = choose_schedule(
-        batch,
-        plans,
-        capacity=capacity,
-        schedules=schedules,
-        # If none is possible, the first update says what is wrong with them.
-        microbatches=possible or numbers,
-    )
+        return choose_schedule(
+            batch,
+            plans,
+            capacity=capacity,
+            schedules=schedules,
+            # If none is possible, the first update says what is wrong with them.
+            microbatches=possible or numbers,
+        )
+
+    try:
+        choice = choice_of(lambda block: block.time)
+    except StrategyError:  # stages of like times don't fit
+        choice = choice_of(bench.bytes_of)
     return _with_needs(choice), choice
 
 
