@@ -362,7 +362,7 @@ def test_accelerators_several_machines_and_one_process_are_refused() -> None:
     with pytest.raises(StrategyError, match="the memory of one machine, and these are 2: take ddp"):
         Hogwild().prepare(job, World(size=2, nodes=2, devices=(Device("cpu"),)))
     with pytest.raises(
-        StrategyError, match="a process for each of the 2 devices, and this is one process"
+        StrategyError, match="hogwild needs 2 processes with 1 device each, and there are 1 with 2"
     ):
         Hogwild().prepare(job, World(devices=(Device("cpu", 0), Device("cpu", 1))))
 

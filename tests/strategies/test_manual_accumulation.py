@@ -231,7 +231,7 @@ def test_ranks_that_give_unequally_many_parts_are_named() -> None:
 
     with pytest.raises(
         InputError,
-        match=r"rank 0 calls step.update\(\) and rank 1 calls step.backward.* second time",
+        match=r"rank 0 calls step.update\(\), rank 1 calls step.backward.* part 2: every rank must",
     ):
         lockstep.launch(loop, devices="2xcpu")
 

@@ -688,7 +688,7 @@ def test_replicas_that_make_different_calls_are_named(tmp_path: Path) -> None:
     where: dict[str, Any] = {"strategy": "ddp", "devices": "2xcpu", "folder": tmp_path}
     with pytest.raises(StrategyError, match=NO_SUM):
         train(job, **where, quiet=True)
-    says = r"in step 1 replica 0 calls update\('head'\), replica 1 calls update\('body'\): each replica has to make"
+    says = r"in step 1 rank 0 calls update\('head'\), rank 1 calls update\('body'\): every rank must make"
     with pytest.raises(InputError, match=says):
         train(job, **where, quiet=True, accept_differences=True)
 

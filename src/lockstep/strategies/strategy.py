@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.data import AnyLoader, job_loader
 from lockstep.data.job_loaders import OF_COLLATE
-from lockstep.errors import StrategyError
+from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch.layout import Layout
 from lockstep.launch.memory import reset_peak_memory
@@ -185,11 +185,6 @@ class Strategy(ABC):
         """
         wanted = world.layout.processes
         each = world.layout.devices_per_process
-        if world.size == 1 < wanted and each == 1:
-            raise StrategyError(
-                f"{self.name} needs a process for each of the {wanted} devices, and this is one "
-                "process: start it with lockstep.launch(...) or torchrun, or use dp"
-            )
         if wanted == 1 < world.size:
             raise StrategyError(
                 f"{self.name} is one process for all devices, and this is one of {world.size}: "
@@ -197,9 +192,10 @@ class Strategy(ABC):
             )
         if wanted != world.size:
             raise StrategyError(
-                f"{self.name} needs {wanted} processes with {each} devices each, and there are "
-                f"{world.size} with {len(world.devices)}: lockstep.launch(..., "
-                f"devices={world.layout.devices}, devices_per_rank={each})"
+                f"{self.name} needs {counted(wanted, 'process', 'es')} with {counted(each, 'device')} "
+                f"each, and there are {world.size} with {len(world.devices)}: start them with "
+                f"lockstep.launch(..., devices={world.layout.devices}, devices_per_rank={each}) or "
+                "torchrun, or use dp"
             )
 
     def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:

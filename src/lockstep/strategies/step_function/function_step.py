@@ -38,6 +38,7 @@ from lockstep.model.losses.torch_losses import HALF
 from lockstep.model.optimizers.several import Optimizers
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.reducers import FlatReducer
+from lockstep.strategies.steps.manual_accumulation import refuse_other_calls
 from lockstep.strategies.steps.skipped_updates import no_items, not_finite
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_checks import refuse_counted
@@ -261,21 +262,11 @@ class FunctionStep(Step):
         Raises:
             InputError: the ranks make different calls.
         """
-        codes = [code for (code,) in over_ranks(self.world, mine)]
-        if len(set(codes)) == 1:
-            return
-        calls = []
-        for rank, code in enumerate(codes):
-            call = "ends"
-            if code != _END:
-                call = f"calls update({self._order[code]!r})"
-            calls.append(f"replica {rank} {call}")
-        listed = ", ".join(calls)
-        raise InputError(
-            f"step function: in step {self.world.step} {listed}: each replica has to "
-            "make the same calls, so choose them by update.step, not by the samples of a local "
-            "batch, nor by a counter of your own"
-        )
+
+        def call_of(code: int) -> str:
+            return "ends" if code == _END else f"calls update({self._order[code]!r})"
+
+        refuse_other_calls(self.world, mine, call_of)
 
     @phase("communicating", "reduce")
     def _sum_over_ranks_of(self, name: str, loss: Loss) -> Loss:

@@ -40,18 +40,15 @@ class Evaluator:
         Afterwards each module gets back the mode it had. The model has the weights that the
         optimizer has for evaluation.
 
-        An ``nn.TransformerEncoder`` computes padding as it does in training. PyTorch would make
-        zeros of it in evaluation, but not under the function modes and hooks of some strategies.
+        An ``nn.TransformerEncoder`` computes padding as it does in training. PyTorch's fast path
+        would make zeros of it, but not under the function modes and hooks of some strategies.
         """
         step = self._step
         step.meet("step.evaluate(...)")
         step.after_events()
         with step.modes.evaluating():
             models = step.models()
-            encoders = _encoders_with_nested_tensors(models)
-            own = models
-            if step._shares_parameters:
-                own = models[:1]
+            own = models[:1] if step._shares_parameters else models
             modes = []
             for model in own:
                 for module in model.modules():
@@ -66,15 +63,14 @@ class Evaluator:
                 for model in own:
                     model.eval()
             step._follow_modes()
-            for encoder in encoders:
-                encoder.use_nested_tensor = False
+            fast = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
             try:
                 with torch.no_grad():
                     yield
             finally:
                 step.draws.stream = stream
-                for encoder in encoders:
-                    encoder.use_nested_tensor = True
+                torch.backends.mha.set_fastpath_enabled(fast)
                 with around(), torch.no_grad():
                     set_modes(modes)
                 step._follow_modes()
@@ -190,14 +186,3 @@ class Evaluator:
         checks = step.replicas > 1 and step.world.device.is_slot
         checks = checks and step.loss_check.wants(self._judged)
         return step._outputs_and_loss(model, part, checks=checks)
-
-
-def _encoders_with_nested_tensors(models: Iterable[nn.Module]) -> list[Any]:
-    """Find the encoders that make nested tensors of padded ones in evaluation."""
-    found = []
-    for model in models:
-        for module in model.modules():
-            is_encoder = isinstance(module, nn.TransformerEncoder)
-            if is_encoder and getattr(module, "use_nested_tensor", False):
-                found.append(module)
-    return found

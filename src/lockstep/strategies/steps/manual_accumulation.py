@@ -14,6 +14,7 @@ Devices sum their gradients in each call; ``accumulate=`` of a step does it once
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import InputError, StrategyError
+from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.update_checks import EXPLAINED
 from lockstep.strategies.steps.update_result import added
@@ -86,7 +88,6 @@ class ManualAccumulation:
             InputError: the ranks call ``backward`` unequally often.
         """
         self._forget_thrown_away()
-        self.left = []
         number = len(self.losses)
         self._agree(number)
         return number
@@ -98,11 +99,12 @@ class ManualAccumulation:
             batch: the part.
         """
         step = self._step
-        before = self.samples
+        whole = self.samples + batch.size
         # New tensors: a strategy may write the next gradients in place.
-        sums: list[torch.Tensor | None] = []
+        before: list[torch.Tensor | None] = []
         if self.losses:
-            sums = [None if p.grad is None else p.grad * before for p in step.trained.values]
+            for p in step.trained.values:
+                before.append(None if p.grad is None else p.grad * (self.samples / whole))
         if not self._has_begun:
             step._begin_update(batch)
             self._has_begun = True
@@ -117,10 +119,11 @@ class ManualAccumulation:
             step._explain(error, batch)
             raise
         self.losses.append(loss)
-        self.samples += batch.size
-        if sums:
-            for p, grad in zip(step.trained.values, sums, strict=True):
-                p.grad = _joined(grad, p.grad, batch.size, self.samples)
+        self.samples = whole
+        for p, grad in zip(step.trained.values, before, strict=bool(before)):
+            mine = None if p.grad is None else p.grad * (batch.size / whole)
+            p.grad = grad if mine is None else mine if grad is None else grad + mine
+        self.left = []
         for p in step.trained.values:
             self.left.append((p.grad, -1 if p.grad is None else p.grad._version))
         return loss
@@ -162,24 +165,18 @@ class ManualAccumulation:
         self.left = []
 
     def _forget_thrown_away(self) -> None:
-        """Forget the parts whose gradients a loop has thrown away (``optimizer.zero_grad()``),
-        as PyTorch does.
-        """
-        if self.losses and self.are_thrown_away():
-            self._forget()
-
-    def are_thrown_away(self) -> bool:
-        """Return whether every gradient that ``backward`` has left was written since, and is 0 or
-        gone.
+        """Forget the parts whose gradients a loop has thrown away (``optimizer.zero_grad()``), as
+        PyTorch does: each was written since ``backward`` has left it, and is 0 or gone.
         """
         grads = []
         for p, (was, version) in zip(self._step.trained.values, self.left, strict=False):
             if was is None or not was.numel():
                 continue
             if p.grad is was and was._version == version:
-                return False
+                return
             grads.append(p.grad)
-        return bool(grads) and not any(grad is not None and bool(grad.any()) for grad in grads)
+        if grads and not any(grad is not None and bool(grad.any()) for grad in grads):
+            self._forget()
 
     def _agree(self, number: int) -> None:
         """Make sure that every rank makes the same call now.
@@ -190,41 +187,29 @@ class ManualAccumulation:
         Raises:
             InputError: the ranks make different calls.
         """
-        numbers = [theirs for (theirs,) in over_ranks(self._step.world, number)]
-        if len(set(numbers)) == 1:
-            return
-        calls = []
-        for rank, theirs in enumerate(numbers):
-            call = "update()"
-            if theirs != _UPDATE:
-                call = f"backward(...) for the {_nth(theirs)} time"
-            calls.append(f"rank {rank} calls step.{call}")
-        raise InputError(
-            "every rank must call step.backward equally often: after step "
-            f"{self._step.world.step} {' and '.join(calls)}"
-        )
+
+        def call_of(theirs: int) -> str:
+            if theirs == _UPDATE:
+                return "calls step.update()"
+            return f"calls step.backward(...) for part {theirs + 1}"
+
+        refuse_other_calls(self._step.world, number, call_of)
 
 
-def _joined(
-    sums: torch.Tensor | None,
-    grad: torch.Tensor | None,
-    size: int,
-    whole: int,
-) -> torch.Tensor | None:
-    """Give the gradient of total / ``whole`` over the parts so far and one more.
+def refuse_other_calls(world: World, mine: int, call_of: Callable[[int], str]) -> None:
+    """Make sure that all ranks make the same call now.
 
     Args:
-        sums: the sum of gradients of the parts so far.
-        grad: the gradient of total / ``size`` of the new part.
-        size: the samples of the new part.
-        whole: the samples of all of them.
+        world: the ranks.
+        mine: the number of the call.
+        call_of: describes the call of a number.
+
+    Raises:
+        InputError: the ranks make different calls.
     """
-    if sums is None:
-        return None if grad is None else grad * (size / whole)
-    if grad is not None:
-        sums = sums.add(grad, alpha=size)
-    return sums / whole
-
-
-def _nth(number: int) -> str:
-    return ("first", "second", "third")[number] if number < 3 else f"{number + 1}th"
+    calls = [call_of(theirs) for (theirs,) in over_ranks(world, mine)]
+    if len(set(calls)) > 1:
+        listed = ", ".join(f"rank {rank} {call}" for rank, call in enumerate(calls))
+        raise InputError(
+            f"in step {world.step} {listed}: every rank must make the same calls in the same order"
+        )

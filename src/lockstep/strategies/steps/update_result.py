@@ -120,27 +120,10 @@ def added(losses: Sequence[Loss], home: torch.device | None = None) -> Loss:
 
 
 def _sum(values: Sequence[Number], home: torch.device | None) -> Number:
-    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0.
-
-    One number is moved to ``home`` from each device: a copy between accelerators holds the queues
-    of both.
-    """
+    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0."""
     if home is not None:
-        by_place: dict[Any, list[Number]] = {}
-        for value in values:
-            place = getattr(value, "device", None)
-            by_place.setdefault(place, []).append(value)
-        sums = [_sum(on_one_device, None) for on_one_device in by_place.values()]
-        values = [_at(home, one) for one in sums]
-    if not values:
-        return 0
-    return functools.reduce(operator.add, values)
-
-
-def _at(home: torch.device, number: Number) -> Number:
-    if isinstance(number, Tensor):
-        return number.to(home, non_blocking=True)
-    return number
+        values = [v.to(home, non_blocking=True) if isinstance(v, Tensor) else v for v in values]
+    return functools.reduce(operator.add, values) if values else 0
 
 
 def flattened(losses: Sequence[Loss]) -> list[Number]:
