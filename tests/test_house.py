@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_081
+TOTAL = 226_156
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -208,9 +208,9 @@ TOKENS = {
     "compare": 11_329,
     "data": 12_036,
     "export": 3_846,
-    "launch": 18_175,
+    "launch": 18_205,
     "map": 4_960,
-    "model": 16_548,
+    "model": 16_593,
     "parallel": 10_537,
     "pipelining": 17_472,
     "prediction": 4_002,

@@ -196,7 +196,7 @@ def with_numbers(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
         (
             classifier,
             with_numbers,
-            r"logits and labels of tokens or classes are expected, not \(8, 3\) and \(8,\)",
+            r"logits and labels of tokens or classes are expected, not float32\(8, 3\) and float32\(8,\)",
         ),
     ],
 )

@@ -131,12 +131,6 @@ def test_numbers_of_python_and_numpy_are_drawn_again_the_same(way, devices, tmp_
     assert differences(job, checkpointed, plain).worst < 1e-10
 
 
-def test_threads_that_share_pythons_generator_refuse_to_draw_from_it_again(tmp_path) -> None:
-    job = job_of(gated, activation_checkpointing="auto")
-    with pytest.raises(StrategyError, match="draws from Python's or NumPy's random"):
-        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
-
-
 def test_running_statistics_move_once(tmp_path) -> None:
     job = job_of(Normed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd, precision="fp64")
     plain, checkpointed = (

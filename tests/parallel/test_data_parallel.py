@@ -1053,7 +1053,7 @@ def test_bad_input_gets_one_clear_error_each() -> None:
         both(torch.randn(4, 1), torch.randn(5, 1))
     different = DataParallel(Applied(lambda x: x if x.sum() > 0 else [x]), "2xcpu")
     with pytest.raises(
-        InputError, match=r"different structure.*float64\(1, 1\).*\[float64\(1, 1\)\]"
+        InputError, match=r"different structure.*float64\(1, 1\).*list\(float64\(1, 1\)\)"
     ):
         different(torch.tensor([[1.0], [-1.0]]))
     with pytest.raises(InputError, match="takes a module, not function"):

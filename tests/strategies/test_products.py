@@ -125,7 +125,7 @@ def test_batch_norms_of_replicas_are_synchronised_in_one_micro_batch_only(tmp_pa
         ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     )
     with pytest.raises(
-        RunError, match="of a batch of 5: choose fewer micro-batches, or a batch_size"
+        RunError, match="of a batch of 5: choose a batch_size, or fewer micro-batches"
     ):
         train(
             norm.replace(batch_size=5),

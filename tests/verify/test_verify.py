@@ -956,7 +956,7 @@ def test_a_loss_over_pairs_is_named_with_what_training_says_of_it(
     found = verified(MLP.replace(loss=pairs), way)
     assert names(found) == wanted
     assert "total, count" in found.causes[-1].fix
-    assert "pairs is not a mean over samples" in found.notes[0]
+    assert "pairs is not a mean over samples" in found.notes[1]
 
 
 class Squeezing(nn.Linear):
@@ -998,7 +998,7 @@ def test_a_loss_whose_count_is_wrong_is_named_with_what_training_says_of_it() ->
     found = verified(MLP.replace(loss=one_item), "dp")
     assert names(found) == {"loss"}
     assert found.first is not None and found.first.number == 3, "the first uneven batch"
-    assert "one_item: the total is not a sum over samples" in found.notes[0]
+    assert "one_item: the total is not a sum over samples" in found.notes[1]
 
 
 class Experts(nn.Module):

@@ -295,7 +295,7 @@ class ProcessMap:
         """Return the exception for a worker that is gone."""
         device = self._devices[failure.rank]
         if failure.how == "failed":
-            made = RunError(f"a process of the map ({device}) could not begin{failure.why}")
+            made = RunError(f"the process of the map on {device} could not begin{failure.why}")
             return failure.causes(made)
         where = "between two items"
         first = None

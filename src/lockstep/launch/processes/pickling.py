@@ -8,6 +8,7 @@ other process too (a loss that holds ``weight.detach()``, say).
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import pickle
 import sys
@@ -127,14 +128,17 @@ def _restored(function: Any, given: tuple[Callable[..., None], Any, list[list[An
 
 
 class _Globals(dict[str, Any]):
-    """Stands for the global variables of the script, which torch.compile looks for in its module."""
+    """Stands for the global variables of a module that the other process imports."""
 
     def __reduce__(self) -> Any:
-        return _globals_of_script, ()
+        return _globals_of, (self["__name__"],)
 
 
-def _globals_of_script() -> dict[str, Any]:
-    return vars(sys.modules["__main__"])
+def _globals_of(module: str) -> dict[str, Any]:
+    try:
+        return vars(importlib.import_module(module))
+    except ImportError:  # a file that was loaded by its path
+        return {"__name__": module}
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
@@ -143,12 +147,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         cloudpickle.Pickler.dispatch_table,
     )
 
-    def __init__(self, *settings: Any, **named: Any) -> None:
-        super().__init__(*settings, **named)
-        self.globals_ref[id(_globals_of_script())] = _Globals()
-
     def reducer_override(self, value: Any) -> Any:
         """Reduce a function with its variables; cloudpickle would give each function its own."""
+        if isinstance(value, types.FunctionType):
+            name = value.__module__
+            if value.__globals__ is vars(sys.modules.get(name) or object):
+                self.globals_ref.setdefault(id(value.__globals__), _Globals(__name__=name))
         if isinstance(value, types.CellType):
             return types.CellType, ()  # a function that closes over it fills it
         reduced = super().reducer_override(value)

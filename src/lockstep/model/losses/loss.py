@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import math
 import operator
 import threading
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -169,8 +171,14 @@ class Totalled:
             self._copies.clear()
 
     def call_one_at_a_time(self) -> None:
-        """Let one of several threads call the loss at a time, where it may write to attributes."""
-        if not self.is_known and getattr(self.loss, "__dict__", None):
+        """Let one of several threads call the loss at a time, where it may write to attributes or
+        to variables around it.
+        """
+        has_state = bool(getattr(self.loss, "__dict__", None))
+        if isinstance(self.loss, types.FunctionType):
+            names = {one.opname for one in dis.get_instructions(self.loss)}
+            has_state = "STORE_DEREF" in names
+        if not self.is_known and has_state:
             self.one_at_a_time = threading.RLock()
 
     @property
