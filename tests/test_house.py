@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_156
+TOTAL = 226_214
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -217,7 +217,7 @@ TOKENS = {
     "profiling": 3_096,
     "report": 1_850,
     "run": 3_759,
-    "strategies": 47_899,
+    "strategies": 47_957,
     "tensors": 8_049,
     "threads": 5_430,
     "top": 7_820,

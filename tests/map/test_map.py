@@ -589,7 +589,8 @@ def test_a_function_that_cant_be_sent_or_begun_is_said() -> None:
             return item
 
     with pytest.raises(
-        lockstep.LockstepError, match=r"a process of the map \(cpu:\d\) could not begin: ValueError"
+        lockstep.LockstepError,
+        match=r"the process of the map on cpu:\d could not begin: ValueError",
     ):
         list(lockstep.map(Unreadable(), range(3), "2xcpu"))
 

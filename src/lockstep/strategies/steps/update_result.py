@@ -120,9 +120,17 @@ def added(losses: Sequence[Loss], home: torch.device | None = None) -> Loss:
 
 
 def _sum(values: Sequence[Number], home: torch.device | None) -> Number:
-    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0."""
+    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0.
+
+    One number is moved to ``home`` from each device: a copy between accelerators holds the queues
+    of both.
+    """
     if home is not None:
-        values = [v.to(home, non_blocking=True) if isinstance(v, Tensor) else v for v in values]
+        by_place: dict[Any, list[Number]] = {}
+        for value in values:
+            by_place.setdefault(getattr(value, "device", None), []).append(value)
+        sums = [_sum(on_one_device, None) for on_one_device in by_place.values()]
+        values = [s.to(home, non_blocking=True) if isinstance(s, Tensor) else s for s in sums]
     return functools.reduce(operator.add, values) if values else 0
 
 
