@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_214
+TOTAL = 225_758
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -209,7 +209,7 @@ TOKENS = {
     "data": 12_036,
     "export": 3_846,
     "launch": 18_205,
-    "map": 4_960,
+    "map": 4_504,
     "model": 16_593,
     "parallel": 10_537,
     "pipelining": 17_472,

@@ -14,25 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.data.shares import MAP, absorbed
-from lockstep.errors import InputError, ItemFailed
+from lockstep.errors import InputError
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.failure_records import Failure
 from lockstep.launch.processes.rank import EVENT, Channel
 from lockstep.launch.world import World
 from lockstep.map.shared_values import pack, unpack
 from lockstep.tensors.seeding import seed_all
-
-
-class Task(NamedTuple):
-    """A chunk on its way to a worker, whose next block holds the items.
-
-    Attributes:
-        first: the index of the first item.
-        length: how many items there are.
-    """
-
-    first: int
-    length: int
 
 
 class Reply(NamedTuple):
@@ -125,20 +113,28 @@ def serve(
         head = channel.next()
         if not head:
             return
-        reply = _reply(call, pickle.loads(head), block, not own_device.is_slot)
-        channel.send(EVENT, reply)
+        first, count = pickle.loads(head)
+        channel.send(EVENT, _reply(call, first, count, block))
 
 
-def _reply(call: Call, task: Task, block: int, on_accelerator: bool) -> Reply:
-    """Compute the results of a chunk, and put them in place of the items."""
-    index = task.first
+def _reply(call: Call, first: int, count: int, block: int) -> Reply:
+    """Compute the results of a chunk, and put them in place of the items.
+
+    Args:
+        call: the function.
+        first: the index of the first item.
+        count: how many items there are.
+        block: where they are.
+    """
+    index = first
+    on_accelerator = own_device is not None and not own_device.is_slot
     results: list[Any] = []
     failure = None
     began = time.perf_counter()
     try:
-        items = unpack(block, task.length)
-        for start in range(0, task.length, call.size):
-            index = task.first + start
+        items = unpack(block, count)
+        for start in range(0, count, call.size):
+            index = first + start
             group = items[start : start + call.size]
             results += call(group, index, on_accelerator)
     except BaseException as error:
@@ -147,16 +143,10 @@ def _reply(call: Call, task: Task, block: int, on_accelerator: bool) -> Reply:
     packed = pack(results, block)
     if packed.error is not None:
         what = f"its result (a {packed.kind}) can't be sent back: {packed.error}"
-        failure = Failure.of(TypeError(what), began, 0, task.first + packed.length)
+        failure = Failure.of(TypeError(what), began, 0, first + packed.length)
     return Reply(packed.length, seconds, packed.bytes, failure)
 
 
 def named(first: int, size: int) -> str:
     """Return ``item 3``, or ``items 3 to 5``."""
     return f"item {first}" if size == 1 else f"items {first} to {first + size - 1}"
-
-
-def failed(failure: Failure, device: object) -> BaseException:
-    """Return the exception by which a map reports that an item failed in another process."""
-    message = f"item {failure.step} failed on {device}{failure.why}"
-    return failure.causes(ItemFailed(message, failure.step, failure.traceback))

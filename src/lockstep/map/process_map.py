@@ -43,7 +43,7 @@ from lockstep.launch.processes.failure_records import Failure, reason
 from lockstep.launch.processes.modes import modes_here
 from lockstep.launch.processes.pickling import pickled
 from lockstep.launch.processes.supervisor import Supervisor
-from lockstep.map.map_worker import Call, Reply, Task, failed, named, serve
+from lockstep.map.map_worker import Call, Reply, named, serve
 from lockstep.map.shared_values import new_block, pack, unpack
 from lockstep.tensors.pytree import each, own_copy
 from lockstep.tensors.seeding import kept_states
@@ -205,7 +205,10 @@ class ProcessMap:
         yield from chunk.results
         self._held -= chunk.bytes
         if chunk.failure is not None:
-            raise failed(chunk.failure, self._devices[chunk.worker])
+            device = self._devices[chunk.worker]
+            message = f"item {chunk.failure.step} failed on {device}{chunk.failure.why}"
+            made = ItemFailed(message, chunk.failure.step, chunk.failure.traceback)
+            raise chunk.failure.causes(made)
         self._turn(0)
         if self._may_send():
             self._send()
@@ -243,8 +246,7 @@ class ProcessMap:
         chunk = _Chunk(self._sent, count, worker, block, packed.bytes)
         self._waiting.append(chunk)
         self._at[worker].append(chunk)
-        task = Task(self._sent, count)
-        self._workers.send(worker, pickle.dumps(task))
+        self._workers.send(worker, pickle.dumps((self._sent, count)))
         self._sent += count
 
     def _drawn(self) -> Iterator[Any]:
@@ -277,13 +279,7 @@ class ProcessMap:
     def _hear(self, worker: int, reply: Reply) -> None:
         """Take the results of a worker's oldest chunk."""
         chunk = self._at[worker].popleft()
-        try:
-            chunk.results = unpack(chunk.block, reply.length)
-        except Exception as error:
-            items = named(chunk.first, chunk.count)
-            text = f"{items}: the results can't be read here: {error}"
-            raise ItemFailed(text, chunk.first) from error
-
+        chunk.results = unpack(chunk.block, reply.length)
         self._pace.learn(chunk.count, reply.seconds, max(chunk.bytes, reply.bytes))
         chunk.bytes = reply.bytes
         chunk.failure = reply.failure

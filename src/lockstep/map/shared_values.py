@@ -1,13 +1,7 @@
-"""Values on their way to another process: tensors and arrays go as they lie in memory, the rest is
-pickled.
+"""Values on their way to another process, through a file in memory that both have open.
 
-::
-
-    {"loss": 0.1, "logits": tensor}, ...  ──>  a block:
-    | where the pickles begin | bytes of the tensor | ... | sizes | the pickles |
-
-They are found in any nesting, also inside of a person's own objects, since it is the pickler that
-meets them. A block is a file in memory without a name that both processes have open: nothing can be
+The values are pickled into it one after the other. Tensors, in any nesting, go as their numbers lie
+in memory (PyTorch would open a file for each). A block is a file without a name: nothing can be
 left behind, and it is written over by the next values. What is read out of it is a copy of the
 reader's own.
 """
@@ -15,8 +9,6 @@ reader's own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import io
 import itertools
 import os
 import pickle
@@ -29,12 +21,6 @@ import torch
 from torch import nn
 
 from lockstep.tensors.pytree import CONSTANTS
-
-_LARGE = 1 << 11
-"""Bytes from which a tensor or an array isn't copied into the pickle."""
-
-_HEAD = 8
-"""Bytes of the number that gives the place where the pickles begin."""
 
 _KEPT = 16 << 20
 """Bytes of a block that are kept for the next values, however small these are."""
@@ -82,12 +68,9 @@ def pack(values: Iterable[Any], block: int) -> Packed:
     count = 0
     error = None
     kind = ""
-    body = io.BytesIO()
-    pickler = _Pickler(body)
-    sizes: list[int] = []
-
-    with open(block, "r+b", closefd=False) as target:
-        target.seek(_HEAD)
+    with open(block, "wb", closefd=False) as target:
+        target.seek(0)
+        pickler = _Pickler(target, protocol=5)
         for together in _grouped(values):
             try:
                 pickler.dump(together)
@@ -95,17 +78,9 @@ def pack(values: Iterable[Any], block: int) -> Packed:
                 error = problem
                 kind = type(together[0]).__qualname__
                 break
-            sizes += [piece.nbytes for piece in pickler.pieces]
-            target.writelines(pickler.pieces)
-            pickler.forget()
+            pickler.clear_memo()
             count += len(together)
-
-        begin = target.tell()
-        pickle.dump([*sizes, body.tell()], target)
-        target.write(body.getbuffer())
         size = target.tell()
-        target.seek(0)
-        target.write(begin.to_bytes(_HEAD))
 
     if os.fstat(block).st_size > max(_KEPT, 4 * size):
         os.ftruncate(block, size)
@@ -133,76 +108,29 @@ def _is_constant(value: object) -> bool:
 
 def unpack(block: int, count: int) -> list[Any]:
     """Read the first values that ``pack`` wrote; the block is free again afterwards."""
+    values: list[Any] = []
     with open(block, "rb", closefd=False) as file:
         file.seek(0)
-        begin = int.from_bytes(file.read(_HEAD))
-        file.seek(begin)
-        *sizes, length = pickle.load(file)
-        body = io.BytesIO(file.read(length))
-        file.seek(_HEAD)
-        buffers = [bytearray(size) for size in sizes]
-        for buffer in buffers:
-            if file.readinto(buffer) < len(buffer):
-                raise EOFError("a value is shorter than its head says")
-    rest = iter(buffers)
-    values: list[Any] = []
-    while len(values) < count:
-        values += pickle.load(body, buffers=rest)
+        while len(values) < count:
+            values += pickle.load(file)
     return values
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Keeps large buffers apart, and tells the pickler that a tensor is one.
-
-    Attributes:
-        pieces: the buffers of the last value, in order.
-    """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._take)
-        self.pieces: list[memoryview] = []
-        self._held: list[Any] = []
-
-    def forget(self) -> None:
-        """Begin another value, which shares nothing with the one before."""
-        self.pieces.clear()
-        self._held.clear()
-        self.clear_memo()
-
-    def _take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Keep a buffer apart; a small one is left to the pickle."""
-        raw = buffer.raw()
-        if raw.nbytes < _LARGE:
-            return True
-        self.pieces.append(raw)
-        return False
-
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and _is_plain(obj):
-            return self._reduced(obj)
-        return super().reducer_override(obj)
-
-    def _reduced(self, tensor: torch.Tensor) -> Any:
-        learns = tensor.requires_grad and tensor.is_leaf
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg()
+        """Reduce a tensor to its numbers; one that has more than these goes as PyTorch pickles it."""
+        if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout != torch.strided:
+            return super().reducer_override(obj)
+        if obj.is_quantized or obj.is_meta or nn.parameter.is_lazy(obj) or obj.__dict__:
+            return super().reducer_override(obj)
+        flat = obj.detach().cpu().resolve_conj().resolve_neg()
         if torch.empty_like(flat).stride() != flat.stride():  # it has gaps, or overlaps
             flat = flat.contiguous()
-        self._held.append(flat)
-        size = flat.numel() * flat.element_size()
-        data: Any = bytearray()
-        if size:
-            data = (ctypes.c_ubyte * size).from_address(flat.data_ptr())
+        numbers = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
+        learns = obj.requires_grad and obj.is_leaf
         shape = tuple(flat.shape)
-        buffer = pickle.PickleBuffer(data)
-        return _rebuilt, (buffer, flat.dtype, shape, flat.stride(), type(tensor), learns)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is its numbers in memory alone; any other goes as PyTorch pickles it."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        return False
-    has_more = tensor.is_quantized or tensor.is_meta or nn.parameter.is_lazy(tensor)
-    return not has_more and not getattr(tensor, "__dict__", None)
+        buffer = pickle.PickleBuffer(numbers)
+        return _rebuilt, (buffer, flat.dtype, shape, flat.stride(), type(obj), learns)
 
 
 def _rebuilt(
@@ -216,9 +144,5 @@ def _rebuilt(
     if 0 in shape:
         made = torch.empty_strided(shape, stride, dtype=dtype)
     else:
-        numbers = torch.frombuffer(data, dtype=torch.uint8)
-        made = numbers.view(dtype).as_strided(shape, stride)
-
-    if kind is nn.Parameter:
-        return nn.Parameter(made, learns)
-    return made.requires_grad_(learns)
+        made = torch.frombuffer(data, dtype=dtype).as_strided(shape, stride)
+    return nn.Parameter(made, learns) if kind is nn.Parameter else made.requires_grad_(learns)
