@@ -118,7 +118,8 @@ class Fetcher(SampleMaker):
         with kept_states() if self._draws else nullcontext():
             for share in shares:
                 samples = self._samples(epoch, share)
-                pairs.append(self._together(samples, epoch, self._number(share[0])))
+                (first,) = self._numbers(share[:1])
+                pairs.append(self._together(samples, epoch, first))
         return pairs
 
     def with_parts(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
@@ -145,41 +146,50 @@ class Fetcher(SampleMaker):
             by_index = dict(zip(whole, self._samples(epoch, whole), strict=True))
             for share in shares:
                 copies = [own_copy(by_index[i]) for i in share]
-                pairs.append(self._together(copies, epoch, self._number(share[0])))
+                (first,) = self._numbers(share[:1])
+                pairs.append(self._together(copies, epoch, first))
 
         if state is not None:
             self.dataset.load_state_dict(state)
         return pairs
 
-    def _number(self, index: int) -> int:
-        """Return the index of a sample in the dataset under any ``Subset``."""
-        return index if self._lookup is None else int(self._lookup[index])
+    def _numbers(self, share: Sequence[int]) -> list[int]:
+        """Return the indices of samples in the dataset under any ``Subset``."""
+        if self._lookup is None:
+            return list(share)
+        found: list[int] = self._lookup[torch.as_tensor(share)].tolist()
+        return found
 
     def _indexed(self, tensors: tuple[Tensor, Tensor], share: Any) -> Pair:
         """Return the rows of a tensor dataset that are a share."""
         at = torch.as_tensor(share)
         if self._lookup is not None:
             at = self._lookup[at]
+        if not tensors[0].is_cpu:
+            at = to_device(at, tensors[0].device)
         return _rows(tensors[0], at, self._pin), _rows(tensors[1], at, self._pin)
 
     def _samples(self, epoch: int, share: Sequence[int]) -> list[Any]:
         """Return the samples of some indices."""
         if self._whole:
-            samples = self._at_once(share)
+            samples = self._at_once(epoch, share)
             if samples is not None:
                 return samples
             self._whole = False
         return self._one_by_one(epoch, share)
 
-    def _at_once(self, share: Sequence[int]) -> list[Any] | None:
-        """Return the samples by one call, or None where that fails, or they draw random numbers,
-        which one seed for all would get wrong.
+    def _at_once(self, epoch: int, share: Sequence[int]) -> list[Any] | None:
+        """Return the samples by one call, or None where they draw random numbers, which one seed
+        for all would get wrong.
         """
         before = states() if self._draws else None
         try:
-            samples = list(self.dataset.__getitems__(list(map(self._number, share))))
-        except Exception:  # one by one, the sample that raises is named
-            return None
+            samples = list(self.dataset.__getitems__(self._numbers(share)))
+        except Exception as error:
+            self._one_by_one(epoch, share)  # names the sample that raises
+            raise SampleError(
+                f"{self._name}: its __getitems__ raised {error_line(error)}"
+            ) from error
         if len(samples) != len(share):
             raise JobError(
                 f"{self._name}: its __getitems__ gave {len(samples)} samples for {len(share)} "
@@ -191,8 +201,7 @@ class Fetcher(SampleMaker):
         """Return the samples by a call for each, under random numbers of its own."""
         state = absorbed(self._stream, epoch)
         samples = []
-        for index in share:
-            number = self._number(index)
+        for index, number in zip(share, self._numbers(share), strict=True):
             if self._draws:
                 seed_all(absorbed(state, number) >> 1)
             try:

@@ -39,7 +39,12 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
         JobError: it raised, or gave something else than indices that exist.
     """
     where = f"order: for epoch {epoch} it"
-    return indices_of(_called(function, seed, epoch, where), n, where)
+
+    def drawn(epoch: int) -> Tensor:
+        return indices_of(function(epoch), n, where)
+
+    order: Tensor = _called(drawn, seed, epoch, where)
+    return order
 
 
 def listed(function: Callable[[int], Iterable[Any]], n: int, seed: int, epoch: int) -> list[Tensor]:
@@ -76,6 +81,8 @@ def _called(function: Callable[[int], Any], seed: int, epoch: int, where: str) -
         seed_all(mixed(seed, ORDER, epoch))
         try:
             return function(epoch)
+        except JobError:
+            raise
         except Exception as error:
             raise JobError(f"{where} raised {error_line(error)}") from error
 
@@ -95,7 +102,9 @@ def indices_of(given: Any, n: int, where: str) -> Tensor:
         indices = torch.as_tensor(given)
     except Exception as error:
         kind = type(given).__name__
-        raise JobError(f"{where} gave a {kind}, a list of indices is expected") from error
+        raise JobError(
+            f"{where} gave a {kind}, a list of indices is expected ({error_line(error)})"
+        ) from error
 
     if indices.dim() != 1 or not len(indices):
         raise JobError(f"{where} gave {tuple(indices.shape)}, a list of indices is expected")

@@ -171,7 +171,7 @@ def described(nest: Any) -> str:
     if nest is None:
         return "None"
     kind = type(nest).__name__
-    if parts(nest) is None:
+    if isinstance(nest, PackedSequence) or parts(nest) is None:
         return kind
     has_names = not isinstance(nest, list | tuple) or hasattr(nest, "_fields")
     items = [f"{name}=" * has_names + described(part) for name, part in named_parts(nest)]
@@ -260,7 +260,14 @@ CONSTANTS = frozenset((int, float, bool, str, bytes, type(None)))
 
 def own_copy(value: Any) -> Any:
     """Return a deep copy of anything; what can't be copied is given itself."""
-    return each(torch.clone, value, on_packed=_deep_copy, on_object=_deep_copy)
+    return each(_cloned, value, on_packed=_deep_copy, on_object=_deep_copy)
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor:
+        return _deep_copy(tensor)
+    # deepcopy copies byte by byte, on several threads.
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _deep_copy(value: T) -> T:
