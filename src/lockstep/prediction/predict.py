@@ -20,12 +20,14 @@ import functools
 import math
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy
+import torch
 from torch.utils.data import Subset
 
 from lockstep.checkpoint.checksummed_file import write_tensors
@@ -482,9 +484,16 @@ class _Prediction:
                 if self.ending == ".npy":
                     numpy.save(file, found[arrays[0].name].numpy())
                 else:
-                    rows: dict[str, Any] = {name: made.numpy() for name, made in found.items()}
-                    numpy.savez(file, **rows)
+                    _write_npz(file, found)
         return whole
+
+
+def _write_npz(file: IO[bytes], arrays: Mapping[str, torch.Tensor]) -> None:
+    """Write what ``numpy.savez`` writes, for any names of arrays."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                numpy.lib.format.write_array(member, array.numpy())
 
 
 def _some_inputs(batch: Batch) -> Any:

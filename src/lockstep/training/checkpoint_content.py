@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.folder import load_newest
-from lockstep.checkpoint.weights import save_weights, weights_on_cpu
+from lockstep.checkpoint.weights import load_weights, save_weights, weights_on_cpu
 from lockstep.checkpoint.writer import Writer
 from lockstep.data import is_stream
 from lockstep.data.dataset_state import forgets_samples, has_state, load_state, state_of
 from lockstep.data.stream import StreamLoader
-from lockstep.errors import JobError, nearest
+from lockstep.errors import FolderError, JobError, first_line, nearest
 from lockstep.settings import read_best
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.setup import Setup
@@ -243,11 +243,12 @@ class Saves:
         by = tuple(state.get("best_of", ("eval_loss", False)))
         if by != (self._metric, self._more_is_better):
             return math.inf
-        if not self._folder.best.is_file():
+        try:
+            load_weights(self._folder.best)
+        except FolderError as error:
             if not math.isinf(best):
-                self.notes.append(
-                    f"{self._folder.best} is lost: the best weights are looked for anew from here on"
-                )
+                why = first_line(error)
+                self.notes.append(f"{why}: the best weights are looked for anew from here on")
             return math.inf
 
         for record in self._folder.read_metrics():

@@ -141,13 +141,16 @@ def _instead(operator: str, made: Any, args: tuple[Any, ...]) -> Any:
         if len(args) > 1:
             chance = args[1]
         return made.copy_(torch.as_tensor(chance, dtype=made.dtype))
-    if made.is_floating_point():
+    bounds = [arg for arg in args if isinstance(arg, int | float)]
+    if operator == "uniform_" and len(bounds) == 2:
+        return made.fill_(sum(bounds) / 2)
+    if operator.startswith(("rand_", "uniform")) or operator == "rand":
         return made.fill_(0.5)
-
+    if operator.startswith(("exponential", "geometric")):
+        return made.fill_(1)
     # The lowest integer that may be drawn is an argument where there are two bounds.
-    bounds = [arg for arg in args if isinstance(arg, int)]
-    lowest = bounds[0] if len(bounds) > 1 else 0
-    return made.fill_(lowest)
+    is_whole = not operator.startswith(("randn", "normal"))
+    return made.fill_(bounds[0] if is_whole and len(bounds) > 1 else 0)
 
 
 def _kept(made: Any, inputs: Tensor, p: float, *args: Any) -> Any:

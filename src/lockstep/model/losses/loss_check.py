@@ -59,6 +59,9 @@ _LEAST = 1e-5
 _DOUBLE = 1e-8
 """How far sums may be off in float64, relative to what is added."""
 
+_SINGLE = 1e-4
+"""The same in float32."""
+
 
 class LossCheck:
     """Checks one loss, in every update while the checks take at most 5 % of the time; otherwise in
@@ -248,7 +251,7 @@ def _tolerance(nest: Nest, total: Any) -> float:
         return 2e-2
     if any(tensor.dtype in HALF for tensor in (total, *tensors(nest[0]))):
         return 2e-2
-    return _DOUBLE if total.dtype == torch.float64 else 1e-4
+    return _DOUBLE if total.dtype == torch.float64 else _SINGLE
 
 
 def _add_up(losses: Iterable[Loss], tolerance: float) -> bool:
@@ -292,7 +295,7 @@ def not_additive(
         )
     elif loss.gives_pairs:
         what = ": the total is not a sum over samples"
-        if abs(sum(totals[1:]) - totals[0]) <= _DOUBLE * (abs(totals[0]) + _LEAST):
+        if abs(sum(totals[1:]) - totals[0]) <= _SINGLE * abs(totals[0]):
             what = ": the count is not a sum over samples"
             numbers = counts
     else:
@@ -300,7 +303,7 @@ def not_additive(
         sizes = (samples, *coprime_sizes(samples))
         numbers = tuple(total / size for total, size in zip(totals, sizes, strict=True))
         of_whole, first, second = numbers
-        if first and second and abs(first + second - of_whole) <= 1e-4 * abs(of_whole):
+        if first and second and abs(first + second - of_whole) <= _SINGLE * abs(of_whole):
             what = " is not a mean over samples but a sum, its value depends on the batch size"
             fix = "use reduction='mean', or return (total, count)"
     of_whole, first, second = numbers

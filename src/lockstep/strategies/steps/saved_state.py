@@ -153,7 +153,7 @@ class SavedState:
         )
         step.load_state_dict(state)
         step.world.step = state["step"]
-        step.number = state["number"]
+        step.number = state.get("number", state["step"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the state that ``state_dict`` gave, under any strategy and number of devices.

@@ -14,6 +14,7 @@ from lockstep.data.shares import over_ranks
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.loss_check import ADVICE
 from lockstep.model.losses.model_loss import mean_of
 from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.recipe import Recipe
@@ -276,11 +277,14 @@ class BatchSums:
         """
         step = self._step
         keeps = "single or mp keep" if step.replicas > 1 else "whole batches keep"
+        fix = f"{keeps} the results; accept_differences=True trains with this difference"
+        if verdict.where.startswith("no module") and not step.loss.is_known:
+            fix += f"; if the loss is the cause, {ADVICE}"
         error = StrategyError(
             f"results depend on where a batch is cut: {where}, {verdict.difference}; "
             f"{verdict.where}",
             kind="mixing",
-            fix=f"{keeps} the results; accept_differences=True trains with this difference",
+            fix=fix,
         )
         if not self._accepts:
             raise error
