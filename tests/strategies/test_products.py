@@ -239,7 +239,6 @@ def test_a_profile_has_a_row_for_each_device_and_tune_times_it(folder: Path, cap
         main(["train", "small.py", "--strategy", "ddp=2xpp=2", "--profile", "--epochs", "4"]) == 0
     )
     said = capfd.readouterr().out.splitlines()
-    assert "measured, rank 0:" in said
     rows = [line.split() for line in said]
     assert [
         row[:2] for row in rows if row[1:2] and row[1].startswith("cpu:") and row[0].isdigit()

@@ -318,7 +318,7 @@ def stopped(
 ) -> tuple[int, str, str]:
     """What a training says that is stopped in its first epoch."""
     # Hogwild's ranks don't meet before the end of the epoch to say that they have begun.
-    awaited = "note: hogwild" if "hogwild" in words else "inputs "
+    awaited = "note: hogwild" if "hogwild" in words else "150 samples"
     process = subprocess.Popen(
         [sys.executable, *words],
         cwd=folder,

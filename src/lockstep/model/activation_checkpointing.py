@@ -237,6 +237,8 @@ def _copied(
 
     Tensors are left to autograd, which refuses a write to them.
     """
+    if torch.compiler.is_compiling():
+        return given
     same = {}
     for one in reachable([given]):
         if isinstance(one, torch.Tensor | nn.Module):

@@ -123,7 +123,9 @@ class FlatReducer:
 
         A rank's gradient is dense where the parameter is used elsewhere in its model, too.
         """
-        mine = None if p.grad is None else p.grad.cpu()
+        mine = p.grad
+        if mine is not None:
+            mine = (mine.coalesce() if mine.is_sparse else mine).cpu()
         total: torch.Tensor | None = None
         for grad in self._world.gather_objects(mine):
             if grad is None:

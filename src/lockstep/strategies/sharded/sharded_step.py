@@ -10,13 +10,13 @@ gradients.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, Part
+from lockstep.data.shares import over_ranks
 from lockstep.errors import InputError
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
@@ -101,6 +101,15 @@ class ShardedStep(RankStep):
 
     # ---- an update -------------------------------------------------------------------------------
 
+    def _local_gradients(self, batch: Batch) -> Loss:
+        """Leave the gradients of this rank's local batches; without gradients, free what is in no
+        block, which backward frees otherwise.
+        """
+        loss = super()._local_gradients(batch)
+        if not torch.is_grad_enabled():
+            self.shards.reshard()
+        return loss
+
     def _add_parts(self, batch: Batch) -> Loss:
         """Leave the gradients of this rank's local batches, and return the sum of their losses.
 
@@ -162,7 +171,8 @@ class ShardedStep(RankStep):
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the shards of the gradients are finite on all ranks."""
-        return math.isfinite(self._norm())
+        here = super()._gradients_are_finite()
+        return min(over_ranks(self.world, here)) == [1]
 
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known, or is the shards."""
