@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_145
+TOTAL = 226_266
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,14 +210,14 @@ TOKENS = {
     "export": 3_846,
     "launch": 18_205,
     "map": 4_504,
-    "model": 16_651,
+    "model": 16_689,
     "parallel": 10_537,
     "pipelining": 17_472,
     "prediction": 4_056,
-    "profiling": 3_096,
+    "profiling": 3_101,
     "report": 1_850,
     "run": 3_759,
-    "strategies": 47_997,
+    "strategies": 48_075,
     "tensors": 8_095,
     "threads": 5_430,
     "top": 7_820,

@@ -176,10 +176,11 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(self, *args, **kwargs)
     beginning = _Beginning(self)
-    given = _copied((args, kwargs))
+    holds_objects = not all(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values()))
+    given = _copied((args, kwargs)) if holds_objects else (args, kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if beginning.is_again:
+        if beginning.is_again and holds_objects:
             args, kwargs = _copied(given)
         return forward(self, *args, **kwargs)
 
@@ -237,8 +238,6 @@ def _copied(
 
     Tensors are left to autograd, which refuses a write to them.
     """
-    if torch.compiler.is_compiling():
-        return given
     same = {}
     for one in reachable([given]):
         if isinstance(one, torch.Tensor | nn.Module):

@@ -29,8 +29,8 @@ def lines_of(summary: Mapping[str, Any], whose: str, folder: str) -> list[str]:
     steps = f"steps {summary['first_step']} to {summary['last_step']}"
     lines = [f"profile of {steps}, in ms per step and % of it:"]
     rows = []
-    for row in every[:_ROWS]:
-        cells = [f"{row[whose]} {row['device']}"]
+    for number, row in enumerate(every[:_ROWS]):
+        cells = [f"{number} {row['device']}"]
         for kind in KINDS:
             cells.append(f"{_milliseconds(row['seconds'][kind])} {row['shares'][kind]:>4.0%}")
         rows.append([*cells, _milliseconds(row["step_seconds"])])
