@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_266
+TOTAL = 226_315
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -212,7 +212,7 @@ TOKENS = {
     "map": 4_504,
     "model": 16_689,
     "parallel": 10_537,
-    "pipelining": 17_472,
+    "pipelining": 17_521,
     "prediction": 4_056,
     "profiling": 3_101,
     "report": 1_850,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.planner.simulate import Timeline, merged, simulate
+from lockstep.pipelining.planner.simulate import Timeline, simulate
 from lockstep.pipelining.schedule import (
     SCHEDULES,
     Action,
@@ -18,6 +18,7 @@ from lockstep.pipelining.schedule import (
     devices_of,
     gpipe,
     interleaved,
+    merged,
     one_f_one_b,
     orders_of,
     straight,

@@ -31,8 +31,7 @@ from lockstep.pipelining.card_queues import CardQueues
 from lockstep.pipelining.device_turns import Aborted, Turns
 from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.overlap import Overlap
-from lockstep.pipelining.planner.simulate import merged
-from lockstep.pipelining.schedule import Key, Route, Schedule, is_forward_first, orders_of
+from lockstep.pipelining.schedule import Key, Route, Schedule, is_forward_first, merged, orders_of
 from lockstep.pipelining.stage_threads import StageThreads
 from lockstep.tensors.seeding import states
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B"]
@@ -188,6 +189,29 @@ def has_way(route: Route, other: Route) -> bool:
     return all(visit in rest for visit in other)
 
 
+def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
+    """Put the visits of all devices in one list, each device's in its order, as they would begin.
+
+    A forward takes one tick, a backward two. Of visits that begin together, what others wait for
+    comes first.
+    """
+    began: dict[Key, float] = {}
+    ended: dict[Key, float] = {}
+    rest = list(map(deque, orders))
+    free = [0.0] * len(orders)
+    while any(rest):
+        for device, order in enumerate(rest):
+            while order:
+                place, number = key = order[0]
+                before = place - 1, number
+                if place and before not in ended:
+                    break
+                order.popleft()
+                began[key] = max(free[device], ended.get(before, 0.0))
+                free[device] = ended[key] = began[key] + _TICKS[route[place].kind]
+    return sorted(began, key=lambda key: began[key])
+
+
 def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
     """Order the visits of each device, by a schedule for a number of micro-batches.
 
@@ -260,10 +284,10 @@ def _greedy(
             key = i, begun[i]
             order.append(key)
             begun[i] += 1
-            free[device] = ended[key] = now + TICKS[route[i].kind]
+            free[device] = ended[key] = now + _TICKS[route[i].kind]
             heapq.heappush(moments, free[device])
     return orders
 
 
-TICKS = {"F": 1.0, "B": 2.0}
+_TICKS = {"F": 1.0, "B": 2.0}
 """How long a visit is taken to be."""

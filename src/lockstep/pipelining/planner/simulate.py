@@ -12,14 +12,13 @@ on. So::
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.schedule import TICKS, Action, Key, Route, Schedule, devices_of
+from lockstep.pipelining.schedule import Action, Schedule, devices_of
 
 
 class Span(NamedTuple):
@@ -139,17 +138,3 @@ def _before(action: Action, last: int) -> Action | None:
     if stage == last:
         return Action(stage, "F", microbatch)
     return Action(stage + 1, "B", microbatch)
-
-
-def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
-    """Put the visits of all devices in one list, each device's in its order, as they would begin.
-
-    A forward takes one tick, a backward two. Each visit of the route counts as a stage, so that one
-    waits for the visit before it.
-    """
-    schedule = []
-    for order in orders:
-        schedule.append([Action(place, "F", number) for place, number in order])
-    timeline = simulate(schedule, lambda action: TICKS[route[action.stage].kind])
-    spans = sorted(itertools.chain(*timeline.devices), key=lambda span: span.start)
-    return [(action.stage, action.microbatch) for action, _, _ in spans]
