@@ -199,27 +199,27 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_315
+TOTAL = 226_900
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_789,
     "cli": 5_981,
     "compare": 11_329,
-    "data": 12_144,
+    "data": 12_172,
     "export": 3_846,
-    "launch": 18_205,
-    "map": 4_504,
+    "launch": 18_394,
+    "map": 4_495,
     "model": 16_689,
-    "parallel": 10_537,
-    "pipelining": 17_521,
+    "parallel": 10_597,
+    "pipelining": 17_591,
     "prediction": 4_056,
     "profiling": 3_101,
     "report": 1_850,
-    "run": 3_759,
-    "strategies": 48_075,
+    "run": 3_765,
+    "strategies": 48_191,
     "tensors": 8_095,
-    "threads": 5_430,
+    "threads": 5_555,
     "top": 7_820,
     "training": 25_644,
     "verify": 11_940,

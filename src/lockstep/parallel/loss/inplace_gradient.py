@@ -12,7 +12,6 @@ always did.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -27,20 +26,21 @@ def add_in_place(module: nn.Module) -> None:
         module: has parameters of one thread alone. The hooks of those of linear layers aren't called.
     """
     for layer in module.modules():
-        if type(layer) is nn.Linear and "forward" not in vars(layer):
-            layer.forward = functools.partial(_linear, layer)  # type: ignore[method-assign]
+        if type(layer) is nn.Linear:
+            layer.__class__ = _AddingLinear
 
 
-def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
-    weight = layer.weight
-    is_own = weight.requires_grad and weight.is_leaf and input.dtype == weight.dtype
-    is_cast = torch.is_autocast_enabled(input.device.type)
-    # A checkpoint must save the same when it recomputes.
-    is_saved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if not is_own or not torch.is_grad_enabled() or is_cast or is_saved:
-        return F.linear(input, weight, layer.bias)
-    output: Tensor = _Linear.apply(input, weight, layer.bias)  # type: ignore[no-untyped-call]
-    return output
+class _AddingLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        is_own = weight.requires_grad and weight.is_leaf and input.dtype == weight.dtype
+        is_cast = torch.is_autocast_enabled(input.device.type)
+        # A checkpoint must save the same when it recomputes.
+        is_saved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if not is_own or not torch.is_grad_enabled() or is_cast or is_saved:
+            return super().forward(input)
+        output: Tensor = _Linear.apply(input, weight, self.bias)  # type: ignore[no-untyped-call]
+        return output
 
 
 class _Linear(torch.autograd.Function):

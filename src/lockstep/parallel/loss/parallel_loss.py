@@ -188,6 +188,11 @@ class ParallelLoss:
                     f"the hidden states are {pytree.described(part)}: one tensor (batch, time, "
                     "width) or (batch, width) is expected"
                 )
+            if part.shape[1:] != hidden[0].shape[1:]:
+                raise InputError(
+                    f"hidden states {tuple(hidden[0].shape)} and {tuple(part.shape)} don't make "
+                    "one batch: pad them to one time"
+                )
 
         if hidden[0].dim() == 2:
             return None
