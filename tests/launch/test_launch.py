@@ -174,11 +174,14 @@ def unguarded(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedP
         print("the script")
         class Local:
             value = 3
+            @functools.cached_property
+            def kept(self):
+                return self.value
         @functools.lru_cache(maxsize=4)
         def cached(value):
             return value
         def fn(world):
-            return cached(Local().value) * world.rank
+            return cached(Local().kept) * world.rank
         print(launch(fn, "2xcpu"))
         def breaks_here(world):
             if world.rank == 1:

@@ -50,6 +50,10 @@ def reaching(ranks: memoryview) -> Iterator[None]:
             request.ranks = None
 
 
+class _Failed(BaseException):
+    """Leaves the main thread's code, through all that catches exceptions or Ctrl-C."""
+
+
 def fail(error: Exception) -> None:
     """Raise an error in the training of this process, from another thread, where it runs in the
     main one.
@@ -111,7 +115,7 @@ class StopRequest:
             self._timer.cancel()
         for number, before in self.before.items():
             signal.signal(number, before)
-        if self.error is not None and isinstance(error, KeyboardInterrupt):
+        if self.error is not None and isinstance(error, _Failed):
             raise self.error from None
 
     def raise_if_asked(self) -> None:
@@ -132,7 +136,7 @@ class StopRequest:
         ):  # a loader worker, which is ended before it has handlers of its own
             os._exit(128 + number)
         if self.error is not None:
-            raise KeyboardInterrupt  # no code that catches exceptions holds it
+            raise _Failed
         began = self._began() if self.ranks is None else max(self.ranks[:-1]) > 1
         if self.number is not None or not began:
             before = self.before[number]

@@ -27,9 +27,9 @@ class Display:
     """Prints what happens in a training.
 
     On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory
-    of rank 0's devices; in a notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe, CI) only
-    whole lines are printed, and within an epoch a line of where the training is when ten seconds
-    have passed without any line.
+    of rank 0's devices; in a notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe,
+    CI) only whole lines are printed, and within an epoch a line of where the training is when ten
+    seconds have passed without any line.
 
     Where escape sequences aren't wanted (``NO_COLOR``, ``TERM=dumb``), a terminal is like a file.
 

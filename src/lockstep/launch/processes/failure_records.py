@@ -14,6 +14,7 @@ report ended. The rank to name is
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ import cloudpickle
 
 from lockstep.errors import LockstepError, RankFailed, first_line, own_traceback
 from lockstep.launch.devices import Device
+from lockstep.launch.processes.fork_server import NOT_STARTED
 
 _PEER_TYPES = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _PEER_WORDS = (
@@ -84,7 +86,9 @@ class Failure:
         minus the number of the signal that ended it.
         """
         how, why = f"exited with code {code}", ", before its function returned"
-        if code < 0:
+        if code >= NOT_STARTED:
+            how, why = "could not be started", f": {os.strerror(code - NOT_STARTED)}"
+        elif code < 0:
             names = {number.value: number.name for number in signal.Signals}
             how = f"was killed by {names.get(-code, f'signal {-code}')}"
             why = _ADVICE.get(code, "")

@@ -26,7 +26,7 @@ import time
 import weakref
 from typing import NoReturn
 
-from lockstep.launch.processes.fork_server import MOST_FILES, REPORT, START
+from lockstep.launch.processes.fork_server import MOST_FILES, NOT_STARTED, REPORT, START
 from lockstep.tensors.allocator import prepare
 
 _PRELOAD = (
@@ -120,19 +120,24 @@ class _Forking:
         if not message:
             self.end()
         life = socket.socket(fileno=files[0])
-        pid = os.fork()
-        if pid == 0:
-            self.become(*START.unpack(message), *files[1:])
-        # On both sides, since either may be the first to need it.
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
-        self.lives[pid] = life
-        self.selector.register(life, selectors.EVENT_READ, pid)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _report(life, NOT_STARTED + (error.errno or 0))
+        else:
+            if pid == 0:
+                life.close()
+                self.become(*START.unpack(message), *files[1:])
+            # On both sides, since either may be the first to need it.
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+            self.lives[pid] = life
+            self.selector.register(life, selectors.EVENT_READ, pid)
         for file in files[1:]:
             os.close(file)
 
     def become(self, number: int, out: int, err: int, *files: int) -> NoReturn:
-        """In the child: live as a rank."""
+        """In the child: drop what belongs to this process, and live as a rank."""
         try:
             os.setpgid(0, 0)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -141,6 +146,10 @@ class _Forking:
             signal.set_wakeup_fd(-1)
             for usual in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(usual, signal.SIG_DFL)
+            # Else a child of the rank would hold the connections of others open.
+            self.selector.close()
+            for held in (self.control, self.woken, self.wake, *self.lives.values()):
+                held.close()
             os.dup2(out, 1)
             os.dup2(err, 2)
             for file in (out, err, *files):
@@ -163,9 +172,7 @@ class _Forking:
                 _kill_group(pid)
                 with contextlib.suppress(KeyError):
                     self.selector.unregister(life)
-                with life, contextlib.suppress(OSError):  # nobody listens any more
-                    code = os.waitstatus_to_exitcode(status)
-                    life.sendall(REPORT.pack(code, time.monotonic()))
+                _report(life, os.waitstatus_to_exitcode(status))
 
     def end(self) -> NoReturn:
         """Kill all that was ever started here, wait until it is gone, and go."""
@@ -178,6 +185,12 @@ class _Forking:
                         os.kill(pid, signal.SIGKILL)
                 os.waitpid(-1, 0)
         os._exit(0)
+
+
+def _report(life: socket.socket, code: int) -> None:
+    """Report the end of a rank, which is the end of its life connection."""
+    with life, contextlib.suppress(OSError):  # nobody listens any more
+        life.sendall(REPORT.pack(code, time.monotonic()))
 
 
 def _children() -> list[int]:

@@ -47,6 +47,9 @@ REPORT = struct.Struct("!id")
 processes share.
 """
 
+NOT_STARTED = 1 << 16
+"""What is reported of a rank that could not be forked: this and the system's error number."""
+
 
 class _Server(NamedTuple):
     process: subprocess.Popen[bytes]

@@ -119,6 +119,17 @@ def _reduced_code(code: types.CodeType) -> Any:
     return make, tuple(code.co_filename if one == "<dynamic-code>" else one for one in arguments)
 
 
+def _reduced_property(kept: functools.cached_property[Any]) -> Any:
+    """Reduce a cached property without the lock that it has in Python 3.11."""
+    return _cached_property, (kept.func, kept.attrname)
+
+
+def _cached_property(function: Callable[[Any], Any], name: str) -> Any:
+    made = functools.cached_property(function)
+    made.__set_name__(object, name)
+    return made
+
+
 def _restored(function: Any, given: tuple[Callable[..., None], Any, list[list[Any]]]) -> None:
     restore, state, contents = given
     restore(function, state)
@@ -143,7 +154,11 @@ def _globals_of(module: str) -> dict[str, Any]:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     dispatch_table: ClassVar[Any] = ChainMap(
-        {functools._lru_cache_wrapper: _reduced_cache, types.CodeType: _reduced_code},
+        {
+            functools._lru_cache_wrapper: _reduced_cache,
+            functools.cached_property: _reduced_property,
+            types.CodeType: _reduced_code,
+        },
         cloudpickle.Pickler.dispatch_table,
     )
 
