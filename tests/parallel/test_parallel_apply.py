@@ -168,6 +168,14 @@ def test_the_first_failure_wins_and_frees_those_that_wait_for_it() -> None:
     assert run(SLOTS, [int, int, None]) == [0, 0, None]
 
 
+def test_an_abort_hook_that_fails_does_not_stop_the_others() -> None:
+    called: list[int] = []
+    hooks = [lambda: 1 // 0, lambda: called.append(1)]
+    with pytest.raises(KeyError):
+        run(SLOTS, [lambda: {}["missing"], int, int], on_abort=hooks)  # type: ignore[arg-type]
+    assert called == [1]
+
+
 def test_devices_may_sit_out() -> None:
     assert run(SLOTS, [None, lambda: 5, None]) == [None, 5, None]
     assert run(SLOTS, [None] * 3) == [None] * 3

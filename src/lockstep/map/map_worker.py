@@ -139,6 +139,7 @@ def _reply(call: Call, first: int, count: int, block: int) -> Reply:
             results += call(group, index, on_accelerator)
     except BaseException as error:
         failure = Failure.of(error, began, 0, index)
+    torch.clear_autocast_cache()  # the modes stay entered for as long as the worker lives
     seconds = time.perf_counter() - began
     packed = pack(results, block)
     if packed.error is not None:

@@ -38,7 +38,7 @@ from lockstep.tensors.pytree import (
 from lockstep.tensors.rows import has_rows, holds_samples
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import stream
-from lockstep.threads.thread_pool import borrowed, hand_back
+from lockstep.threads.thread_pool import lent
 
 
 def mapped(
@@ -73,9 +73,8 @@ def mapped(
         for part in replica.modules():
             part.training = False
 
-    workers = [borrowed(device) for device in devices]
-    try:
-        under_way: deque[_Batch] = deque()
+    under_way: deque[_Batch] = deque()
+    with lent(devices) as workers:
         turns = itertools.cycle(range(len(devices)))
         first = 0
         while True:
@@ -94,8 +93,6 @@ def mapped(
                 return
             if not batch or under_way[0].outputs.done():
                 yield from _results(under_way.popleft(), is_row=batch_size is not None)
-    finally:
-        hand_back(workers)
 
 
 class _Batch(NamedTuple):

@@ -129,9 +129,9 @@ class _Seat:
             StrategyError: another party has left, or has failed.
         """
         room = self.room
-        box = room.boxes[self._round]
-        self._round += 1
         with room.changed:
+            box = room.boxes[self._round]
+            self._round += 1
             box[self._number] = tensor
             room.changed.notify_all()
             room.changed.wait_for(lambda: len(box) == self.parties or room.left - box.keys())

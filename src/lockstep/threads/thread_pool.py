@@ -14,10 +14,12 @@ slot, and waits for the next call, whoever makes it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -29,6 +31,11 @@ from lockstep.launch.devices import Device
 from lockstep.threads.thread_context import Caller
 
 T = TypeVar("T")
+
+_PATIENCE = 5.0
+"""Seconds that an interrupted caller waits for the threads to come to the end of what they
+compute.
+"""
 
 Report = tuple[int, Any, BaseException | None]
 """The number of a function, what it returned, and what it raised."""
@@ -63,16 +70,13 @@ def run(
     """
     caller = Caller(devices)
     reports: SimpleQueue[Report] = SimpleQueue()
-    workers = []
-    for number, (device, function) in enumerate(zip(devices, functions, strict=True)):
-        if function is not None:
-            worker = borrowed(device)
-            worker.tasks.put((reports.put, number, function, caller))
-            workers.append(worker)
-
+    pairs = zip(devices, functions, strict=True)
+    workers = {i: borrowed(device) for i, (device, one) in enumerate(pairs) if one is not None}
     results: list[T | None] = [None] * len(devices)
     failure: BaseException | None = None
     try:
+        for i, worker in workers.items():
+            worker.tasks.put((reports.put, i, functions[i], caller))
         for _ in workers:
             number, results[number], error = reports.get()
             if error is not None and failure is None:
@@ -84,10 +88,9 @@ def run(
     except BaseException:
         # Ctrl-C: threads can't be stopped, but those that wait are freed, and all end soon.
         _call_all(on_abort)
-        for worker in workers:
-            worker.tasks.put(None)
+        _end(workers.values(), _PATIENCE)
         raise
-    hand_back(workers)
+    hand_back(workers.values())
     if failure is not None:
         try:
             raise failure
@@ -98,7 +101,9 @@ def run(
 
 def _call_all(functions: Iterable[Callable[[], None]]) -> None:
     for function in functions:
-        function()
+        # One that fails must not keep the others from being freed.
+        with contextlib.suppress(Exception):
+            function()
 
 
 class Worker:
@@ -107,6 +112,7 @@ class Worker:
     Attributes:
         device: where it computes.
         tasks: what it has to compute, in order; None ends it.
+        thread: computes.
 
     Raises:
         Exception: the thread can't compute on that device.
@@ -119,15 +125,15 @@ class Worker:
         # caller's back.
         before = torch.get_num_threads()
         ready: SimpleQueue[BaseException | None] = SimpleQueue()
-        thread = threading.Thread(
+        self.thread = threading.Thread(
             target=_work, args=(device, self.tasks, ready), name=f"lockstep {device}", daemon=True
         )
-        thread.start()
+        self.thread.start()
         error = ready.get()
         torch.set_num_threads(before)
         if error is not None:
             raise error
-        _threads[thread] = self.tasks
+        _workers.append(self)
 
     def start(self, function: Callable[[], T]) -> Future[T]:
         """Call a function after what the thread was given before, and don't wait."""
@@ -144,14 +150,14 @@ class Worker:
         return pending
 
 
-_threads: dict[threading.Thread, SimpleQueue[Any]] = {}
-"""All threads, and what wakes them."""
+_workers: list[Worker] = []
+"""All that were ever made."""
 
 _idle: defaultdict[Device, list[Worker]] = defaultdict(list)
 """Threads that have been handed back. Taking one out is a single ``pop``, which needs no lock."""
 
 if hasattr(os, "register_at_fork"):  # threads don't live on in a forked process
-    os.register_at_fork(after_in_child=_threads.clear)
+    os.register_at_fork(after_in_child=_workers.clear)
     os.register_at_fork(after_in_child=_idle.clear)
 
 
@@ -169,15 +175,36 @@ def hand_back(workers: Iterable[Worker]) -> None:
         _idle[worker.device].append(worker)
 
 
+@contextlib.contextmanager
+def lent(devices: Sequence[Device]) -> Iterator[list[Worker]]:
+    """Lend a thread for each device. Where an exception ends the context, the threads end, too,
+    after what they compute.
+    """
+    workers = [borrowed(device) for device in devices]
+    try:
+        yield workers
+    except BaseException:
+        _end(workers, 0.0)
+        raise
+    hand_back(workers)
+
+
+def _end(workers: Iterable[Worker], seconds: float) -> None:
+    """Let threads end, after what they compute, and wait for them at most so long."""
+    ending = list(workers)
+    for worker in ending:
+        worker.tasks.put(None)
+    limit = time.monotonic() + seconds
+    for worker in ending:
+        worker.thread.join(max(0.0, limit - time.monotonic()))
+
+
 @atexit.register
 def _end_all() -> None:
     """Let idle threads end while Python still runs: one that wakes up later, in PyTorch's C++,
     may end the process.
     """
-    for tasks in _threads.values():
-        tasks.put(None)
-    for thread in _threads:
-        thread.join(timeout=1.0)
+    _end(_workers, len(_workers))
 
 
 def _work(
