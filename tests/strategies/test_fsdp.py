@@ -917,7 +917,7 @@ def hooked() -> nn.Module:
             "a parameter of a block is used outside of the block's forward",
         ),
         slow(Hoarding, {}, 'parameter "blocks.1.up.weight" is referenced outside of its module'),
-        slow(Hiding, {}, "or in the backward of outputs that aren't tensors"),
+        slow(Hiding, {}, r'the outputs of "blocks.0" .* have no tensor with a gradient'),
         (Penalized, {"loss": penalized}, "a gradient is computed in forward or in the loss"),
         (hooked, {}, 'parameter "embedding.weight" has a hook'),
         (

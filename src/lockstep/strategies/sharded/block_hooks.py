@@ -73,11 +73,11 @@ class BlockWatch:
         self.order = 0
 
         rest = set(model.modules())
-        for number, block in enumerate(shards.blocks.values(), start=1):
+        for number, (name, block) in enumerate(shards.blocks.items(), start=1):
             modules = set(block.modules())
             rest -= modules
-            _BlockHooks(self, shards, block, modules, number)
-        _BlockHooks(self, shards, model, rest, 0)
+            _BlockHooks(self, shards, block, modules, number, f'"{name}"')
+        _BlockHooks(self, shards, model, rest, 0, "the model")
 
     def begin(self) -> None:
         """Forget the last update."""
@@ -94,6 +94,7 @@ class _BlockHooks:
         block: the block, or the model.
         modules: those whose parameters the block gathers.
         number: of the block, the same on all ranks.
+        name: what messages call the block.
     """
 
     def __init__(
@@ -103,33 +104,29 @@ class _BlockHooks:
         block: nn.Module,
         modules: set[nn.Module],
         number: int,
+        name: str,
     ) -> None:
+        self._name = name
         self._watch = watch
         self._shards = shards
         self._number = number
         self._places = []
-        for name in shards.local:
-            for module, key in shards.places[name]:
+        for parameter in shards.local:
+            for module, key in shards.places[parameter]:
                 if module in modules:
-                    self._places.append((name, module, key))
+                    self._places.append((parameter, module, key))
         # By name, the gathered parameters, which are the same objects each time, and the memory
         # that they are gathered in.
         self._gathered: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
+        self._spans = {one: shards.span_of(one) for one, _, _ in self._places}
         self._watched: set[nn.Parameter] = set()
+        # The first one comes before that of ``fully_shard``, which gathers.
+        block.register_forward_pre_hook(shards.unless_whole(_refuse_in_loss), prepend=True)
         block.register_forward_pre_hook(shards.unless_whole(self._begin))
         block.register_forward_hook(shards.unless_whole(self._end), prepend=True)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        """Note that this rank has come to the block, and watch its gathered parameters.
-
-        Raises:
-            StrategyError: a loss calls the block.
-        """
-        if "loss" in _computing:  # ranks call a loss unequally often, to check it
-            raise StrategyError(
-                "fsdp: the loss calls a sharded model, whose blocks are gathered in forward only: "
-                "take ddp"
-            )
+        """Note that this rank has come to the block, and watch its gathered parameters."""
         self._watch.order = hash((self._watch.order, self._number)) % 2**20
         for name, holder, key in self._places:
             p = holder._parameters[key]
@@ -144,15 +141,24 @@ class _BlockHooks:
         self._watch.used.add(name)
 
     def _end(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        """Keep what forward wrote, and hook the outputs, whose backward gathers the block."""
+        """Keep what forward wrote, and hook the outputs, whose backward gathers the block.
+
+        Raises:
+            StrategyError: no output would gather parameters that need gradients.
+        """
         if self._gathered:
             self._keep_written()
         if not torch.is_grad_enabled():
             return outputs
         outputs = each(_apart, outputs, on_packed=lambda packed: packed)
-        for tensor in tensors(outputs):
-            if tensor.requires_grad:
-                tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+        found = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
+        if not found and any(p.requires_grad for p, _ in self._gathered.values()):
+            raise StrategyError(
+                f"fsdp: the outputs of {self._name} ({type(outputs).__name__}) have no tensor with "
+                "a gradient: return tensors, or lists or dicts of them, or take ddp"
+            )
+        for tensor in found:
+            tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         return outputs
 
     @torch.no_grad()
@@ -167,7 +173,7 @@ class _BlockHooks:
             if p.data_ptr() != data.data_ptr():  # forward has assigned other memory
                 p.data = data.copy_(p.data)
             parts.append(self._shards.local[name])
-            rows.append(self._shards.rows_in(name, data))
+            rows.append(data.narrow(0, *self._spans[name]))
         torch._foreach_copy_(parts, rows)
 
     def _begin_backward(self, grad: torch.Tensor) -> None:
@@ -187,6 +193,19 @@ class _BlockHooks:
         for p, _ in self._gathered.values():
             if p.requires_grad and p.grad is None:
                 p.grad = torch.zeros_like(p)
+
+
+def _refuse_in_loss(block: nn.Module, args: Any) -> None:
+    """Refuse a loss that calls a sharded model: ranks call a loss unequally often, to check it.
+
+    Raises:
+        StrategyError: a loss is being computed.
+    """
+    if "loss" in _computing:
+        raise StrategyError(
+            "fsdp: the loss calls a sharded model, whose blocks are gathered in forward only: take "
+            "ddp"
+        )
 
 
 def _apart(output: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +30,9 @@ def stand_in_for(part: Part, world: World) -> Part | None:
     """
     if part.of >= world.size:
         return None
-    # Else the other ranks would unpack tensors of an accelerator on this rank's device.
-    given = to_device((part.inputs, part.targets, part.size), torch.device("cpu"))
+    given: Any = None
+    if world.is_first:  # by way of the CPU, else the others would unpack it on this rank's device
+        given = to_device((part.inputs, part.targets, part.size), torch.device("cpu"))
     inputs, targets, size = world.broadcast_object(given)
     if part.size:
         return None

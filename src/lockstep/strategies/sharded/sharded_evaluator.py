@@ -81,14 +81,12 @@ def explain_shards(error: Exception) -> None:
         error: any error of forward, loss or backward; one that isn't about shards is left alone.
 
     Raises:
-        StrategyError: a model or a loss uses a parameter outside of the block's forward, or the
-            block's outputs have none of the tensors with a gradient that gather it again.
+        StrategyError: a model or a loss uses a parameter outside of the block's forward.
     """
-    text = str(error)
-    if "mixed torch.Tensor and DTensor" in text or "storage of size 0" in text:
+    if "mixed torch.Tensor and DTensor" in str(error):
         raise StrategyError(
             "fsdp: a parameter of a block is used outside of the block's forward, where it is a "
-            "shard, or in the backward of outputs that aren't tensors, or lists or dicts of them",
+            "shard",
             fix="name blocks whose parameters only they use: --blocks NAMES, or "
             "FSDP(blocks=...); or take ddp",
         ) from error

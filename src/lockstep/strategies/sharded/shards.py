@@ -137,15 +137,15 @@ class Shards(ParameterLayout):
         p = self.cut.get(name)
         if p is None:
             return whole  # type: ignore[no-any-return]
-        rows = whole.local if isinstance(whole, RowShard) else self.rows_in(name, whole)
+        is_part = isinstance(whole, RowShard)
+        rows = whole.local if is_part else whole.detach().narrow(0, *self.span_of(name))
         part = torch.empty(rows.shape, dtype=rows.dtype, device=p.device)
         return part.copy_(rows)
 
-    def rows_in(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a tensor of the shape of a parameter, in the same memory."""
+    def span_of(self, name: str) -> tuple[int, int]:
+        """Return this rank's first row of a parameter that is cut, and how many rows it has."""
         sizes, number = self.rows_of(self.cut[name])
-        start = sum(sizes[:number])
-        return whole.detach().narrow(0, start, sizes[number])
+        return sum(sizes[:number]), sizes[number]
 
     def as_rows(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Return the tensor of the shape of a parameter that has these rows on this rank.
