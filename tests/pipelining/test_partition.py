@@ -349,6 +349,9 @@ def test_memory_is_looked_at(monkeypatch) -> None:
         lockstep.partition(small_job(), devices="2xcpu", seconds=0.0)
     with pytest.raises(StrategyError, match="6 stages, but the model has 5 blocks"):
         lockstep.partition(small_job(), devices="6xcpu", seconds=0.0)
+    room = [1000.0, 1e6]
+    wide = lockstep.partition(small_job(), devices="2xcpu", seconds=0.0)
+    assert wide.stages[0].need <= 1000 and len(wide.stages[0].blocks) == 1
 
 
 def test_stages_are_even_in_bytes_where_those_that_are_even_in_time_do_not_fit(monkeypatch) -> None:

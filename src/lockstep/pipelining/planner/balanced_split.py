@@ -29,6 +29,7 @@ def split(
     stages: int,
     *,
     cost: Callable[[Block], float] = lambda block: block.time,
+    rooms: Sequence[float] | None = None,
     slack: float = 0.0,
 ) -> list[int]:
     """Find where each stage begins: its first block's place, for every stage, and the number of
@@ -37,7 +38,8 @@ def split(
     Args:
         blocks: in the order of execution.
         stages: how many runs of them, none empty.
-        cost: what is divided evenly: seconds, or bytes.
+        cost: what is divided: seconds, or bytes.
+        rooms: what each stage has for it, in proportion; None is evenly.
         slack: how much slower than the fastest the slowest stage may be for a cut higher up in the
             tree of modules, as a share.
 
@@ -67,6 +69,8 @@ def split(
                     continue
                 depth = (depths[first] + depths[last]) / (2 * deepest)
                 time = (before[last] - before[first]) * (1 + slack * depth)
+                if rooms is not None:
+                    time /= max(rooms[stage], 1.0)
                 if max(slowest, time) < found[last][0]:
                     found[last] = max(slowest, time), [*bounds, last]
         best = found

@@ -295,13 +295,14 @@ def planned(
     blocks = by_size[near]
     possible = [number for number in numbers if batch // number >= min(by_size)]
 
-    def choice_of(cost: Callable[[Block], float]) -> Choice:
+    def choice_of(cost: Callable[[Block], float], rooms: Sequence[float] | None = None) -> Choice:
         plans: list[Plan] = []
         for each in chunks:
             of_stages = [*devices] * each
             if plans and (len(of_stages) > len(blocks) or len(devices) == 1):
                 continue
-            found = _divided(bench, blocks, near, of_stages, device_map, cost)
+            room = None if rooms is None else [*rooms] * each
+            found = _divided(bench, blocks, near, of_stages, device_map, cost, room)
             plans.append(Plan(len(devices), _costs(bench, by_size, found), found))
         return choose_schedule(
             batch,
@@ -315,7 +316,7 @@ def planned(
     try:
         choice = choice_of(lambda block: block.time)
     except StrategyError:  # stages of like times don't fit
-        choice = choice_of(bench.bytes_of)
+        choice = choice_of(bench.bytes_of, capacity)
     return _with_needs(choice), choice
 
 
@@ -326,6 +327,7 @@ def _divided(
     devices: Sequence[Device],
     given: DeviceMap | None,
     cost: Callable[[Block], float],
+    rooms: Sequence[float] | None,
 ) -> Partition:
     """Find the best run of blocks for each stage, or those of a device map, which need not
     follow one another.
@@ -336,11 +338,11 @@ def _divided(
         samples: the size of the micro-batch.
         devices: of each stage.
         given: the stage of each layer, where that is known.
-        cost: what is divided evenly.
+        cost, rooms: as in ``split``.
     """
     runs: list[list[Block]] = [[] for _ in devices]
     if given is None:
-        bounds = split(blocks, len(devices), cost=cost, slack=_SLACK)
+        bounds = split(blocks, len(devices), cost=cost, rooms=rooms, slack=_SLACK)
         for run, (first, last) in zip(runs, itertools.pairwise(bounds), strict=True):
             run += blocks[first:last]
         device_map = map_of(bench.model, blocks, bounds)
