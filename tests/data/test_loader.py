@@ -487,6 +487,15 @@ def test_a_sample_that_raises_is_named(workers: int) -> None:
     loader.close()
 
 
+def test_a_batch_that_raises_names_its_samples() -> None:
+    class All(Broken):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            raise OSError("gone")
+
+    with pytest.raises(SampleError, match=r"fetching samples 0, 1, 2, \.\.\. raised OSError: gone"):
+        list(Loader(All(), batch_size=4, shuffle=False, workers=0).epoch(0))
+
+
 def test_a_batch_that_raises_names_its_sample() -> None:
     class All(Broken):
         def __getitems__(self, indices: list[int]) -> list[Any]:

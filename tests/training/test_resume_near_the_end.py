@@ -5,6 +5,7 @@ it was taken up.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,11 +287,19 @@ def test_asking_for_less_than_was_done_is_refused(tmp_path: Path) -> None:
 # ---- files that were lost ------------------------------------------------------------------------
 
 
-def test_best_weights_that_were_lost_are_looked_for_anew(tmp_path: Path, capfd) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_best_weights_that_were_lost_are_looked_for_anew(
+    damaged: bool, tmp_path: Path, capfd
+) -> None:
     job = a_job()
     run = begun(job, tmp_path, "epoch", 2 * BATCHES)
     best = run / "best.safetensors"
-    best.unlink()
+    if damaged:
+        with best.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\1\2\3")
+    else:
+        best.unlink()
     train(job, resume=run)
     assert "the best weights are looked for anew from here on" in "".join(capfd.readouterr())
     weights.load_weights(best)

@@ -187,8 +187,9 @@ class Fetcher(SampleMaker):
             samples = list(self.dataset.__getitems__(self._numbers(share)))
         except Exception as error:
             self._one_by_one(epoch, share)  # names the sample that raises
+            shown = ", ".join(map(str, share[:3])) + ", ..." * (len(share) > 3)
             raise SampleError(
-                f"{self._name}: its __getitems__ raised {error_line(error)}"
+                f"{self._name}: fetching samples {shown} raised {error_line(error)}"
             ) from error
         if len(samples) != len(share):
             raise JobError(
