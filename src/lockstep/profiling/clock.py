@@ -233,7 +233,8 @@ class Clock(Observer):
 
     @contextlib.contextmanager
     def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
-        """Note what remains to be summed when backward's own work is done: PyTorch's reducer sums while backward runs.
+        """Note what remains to be summed when backward's own work is done: PyTorch's reducer sums
+        while backward runs.
 
         The reducer waits for its sums in a callback at the end of backward. A callback that was
         queued before it runs before it.
