@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_900
+TOTAL = 226_826
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,19 +210,19 @@ TOKENS = {
     "export": 3_846,
     "launch": 18_394,
     "map": 4_495,
-    "model": 16_689,
+    "model": 16_688,
     "parallel": 10_597,
-    "pipelining": 17_591,
+    "pipelining": 17_579,
     "prediction": 4_056,
     "profiling": 3_101,
     "report": 1_850,
     "run": 3_765,
-    "strategies": 48_191,
+    "strategies": 48_180,
     "tensors": 8_095,
-    "threads": 5_555,
+    "threads": 5_531,
     "top": 7_820,
     "training": 25_644,
-    "verify": 11_940,
+    "verify": 11_914,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

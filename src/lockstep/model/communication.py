@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +25,8 @@ class NotedCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         """Call an operator."""
         del types

@@ -120,8 +120,8 @@ class TransferMode(TorchFunctionMode):
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SETS_DATA:  # PyTorch's count of writes doesn't tell

@@ -121,8 +121,8 @@ class _Stream(TorchFunctionMode):
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         is_innermost = _here.streams[-1] is self
@@ -161,8 +161,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         func: OpOverload,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # in which composite operators arrive whole

@@ -8,7 +8,7 @@ one number, so that parts of a batch draw what the whole drew.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -83,8 +83,8 @@ class _NoDropoutInAttention(TorchFunctionMode):
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         named = dict(kwargs or {})
         if func is F.scaled_dot_product_attention and "dropout_p" in named:
@@ -116,8 +116,8 @@ class _Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         named = dict(kwargs or {})
         operator = func.overloadpacket.__name__

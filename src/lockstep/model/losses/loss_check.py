@@ -67,8 +67,9 @@ class LossCheck:
     """Checks one loss, in every update while the checks take at most 5 % of the time; otherwise in
     updates 1 to 16 and in each 16th, or each ``every``-th.
 
-    On an accelerator the host waits for the results of a check. Ranks and threads need not check in
-    the same updates: the check of a loss that communicates ends in the first update.
+    On an accelerator, too, it is checked in these updates only: the host waits for the results of a
+    check. Ranks and threads need not check in the same updates: the check of a loss that
+    communicates ends in the first update.
 
     Args:
         loss: gives total and count.
@@ -145,6 +146,8 @@ class LossCheck:
         with torch.no_grad(), _drawing_apart(nest):
             parts = self._wrong_parts(nest, whole, samples)
         self._spent += time.perf_counter() - began
+        if place_of(nest).type != "cpu":
+            self._spent = math.inf
         if not parts:
             return
         error = not_additive(self._loss, whole, parts, samples, step)

@@ -24,7 +24,7 @@ from lockstep.errors import StrategyError
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizers.fused import sparse_parameters
-from lockstep.strategies.steps.weighting import as_tensor
+from lockstep.strategies.steps.weighting import as_tensor, scalar
 
 _COUNTS = (torch.float32, torch.float64)
 """Formats that can hold a count."""
@@ -77,9 +77,9 @@ class FlatReducer:
         device = self._world.device.torch
         here = [p.grad is not None for p in parameters]
         beside = as_tensor(numbers, device)
-        used = torch.ones(len(here), dtype=beside.dtype, device=device)
+        used = scalar(1.0, beside.dtype, device).expand(len(here))
         if not all(here):
-            used.copy_(torch.tensor(here))
+            used = torch.tensor(here).to(beside)
         beside = torch.cat([used, beside])
 
         by_format: dict[Any, list[int]] = defaultdict(list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,8 +62,8 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         """Call an operator, and replace what it draws.
 
