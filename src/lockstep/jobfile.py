@@ -91,7 +91,9 @@ class JobFile:
             is_given = name in self.settings
             if not is_given and value != self.kept.get(name, value):
                 self.unfollowed[name] = value
-        return job.replace(**{**self.kept, **self.settings})
+        replaced = with_settings(job, {**self.kept, **self.settings})
+        assert isinstance(replaced, Job)
+        return replaced
 
     def _call(self, function: Callable[..., Any]) -> Job:
         parameters = {**_typed(function, self.parameters), **self._settings_asked_for(function)}

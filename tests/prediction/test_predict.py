@@ -709,7 +709,7 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(
         ),
         (
             "predict run a_job.py:words",
-            "a_job.py:words: .*forward\\(.* can't take \\[str, str, str\\]",
+            "a_job.py:words: .*forward\\(.* can't take list\\(str, str, str\\)",
         ),
         ("predict run a_job.py:number", "a_job.py:number: int is no dataset"),
         ("predict run a_job.py:broken", "a_job.py:broken: calling it raised OSError: no net"),

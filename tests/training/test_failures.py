@@ -300,7 +300,9 @@ class Net(nn.Linear):
 class Marking(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
-        open(os.path.join(os.path.dirname(__file__), "stepped"), "w").close()
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 2:  # the planner of a pipeline makes one with an optimizer of its own
+            open(os.path.join(os.path.dirname(__file__), "stepped"), "w").close()
 
 def job():
     generator = torch.Generator().manual_seed(1)

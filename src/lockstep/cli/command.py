@@ -48,12 +48,13 @@ from lockstep.errors import (
 class _Parser(argparse.ArgumentParser):
     """Reports what is wrong in one line, with the nearest word, and exits with 2."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, function: Any = None, **settings: Any) -> None:
         super().__init__(
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **settings,
         )
+        self.set_defaults(function=function)
 
     def shorten_usage(self) -> None:
         """Let the usage name what has to be given, and the other options by one word."""
@@ -232,7 +233,6 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         usage="lockstep COMMAND [options]",
         epilog=_EXAMPLES,
     )
-    parser.set_defaults(command=None)
     parser.add_argument(
         "--version",
         action="store_true",

@@ -28,6 +28,7 @@ def add_compare(commands: Any) -> None:
     """Options of ``compare``."""
     parser = commands.add_parser(
         "compare",
+        function=_compare,
         help="measure strategies side by side",
         epilog="""\
 examples:
@@ -78,7 +79,6 @@ With --epochs each row is also trained, to compare losses and metrics.
         help="also train each row for this number of epochs (default: no row is trained)",
     )
     add_settings(parser, without=["epochs"])
-    parser.set_defaults(function=_compare)
 
 
 def _add_measuring(parser: argparse.ArgumentParser, rounds: int) -> None:
@@ -150,6 +150,7 @@ def add_tune(commands: Any) -> None:
     """Options of ``tune``."""
     parser = commands.add_parser(
         "tune",
+        function=_tune,
         help="find settings that make a job faster on this machine",
         epilog="""\
 example:
@@ -167,7 +168,6 @@ example:
     )
     _add_measuring(parser, rounds=3)
     add_settings(parser)
-    parser.set_defaults(function=_tune)
 
 
 def _tune(options: argparse.Namespace) -> Answer:
@@ -192,6 +192,7 @@ def add_verify(commands: Any) -> None:
     """Options of ``verify``."""
     parser = commands.add_parser(
         "verify",
+        function=_verify,
         help="compare the results with those of one device",
         epilog="""\
 examples:
@@ -207,7 +208,6 @@ examples:
     )
     add_placement(parser)
     add_settings(parser)
-    parser.set_defaults(function=_verify)
 
 
 def _verify(options: argparse.Namespace) -> Answer:

@@ -14,6 +14,7 @@ def add_doctor(commands: Any) -> None:
     """Options of ``doctor``."""
     parser = commands.add_parser(
         "doctor",
+        function=_doctor,
         help="check whether this machine is ready to train",
         epilog="""\
 example:
@@ -25,7 +26,6 @@ example:
         default="runs",
         help="where runs will be kept (default: runs)",
     )
-    parser.set_defaults(function=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> Answer:
@@ -45,6 +45,7 @@ def add_devices(commands: Any) -> None:
     """Options of ``devices``."""
     parser = commands.add_parser(
         "devices",
+        function=_devices,
         help="list the available devices",
         epilog="""\
 examples:
@@ -60,7 +61,6 @@ examples:
         default="auto",
         help="the devices of the drawing: auto, 4, 2xcpu, cuda:0,2",
     )
-    parser.set_defaults(function=_devices)
 
 
 def _devices(options: argparse.Namespace) -> Answer:

@@ -17,6 +17,7 @@ def add_partition(commands: Any) -> None:
     """Options of ``partition``."""
     parser = commands.add_parser(
         "partition",
+        function=_partition,
         help="find which layer goes to which device",
         epilog="""\
 examples:
@@ -43,7 +44,6 @@ examples:
         help="the schedule for which the number of micro-batches is chosen (default: auto)",
     )
     add_settings(parser)
-    parser.set_defaults(function=_partition)
 
 
 def _partition(options: argparse.Namespace) -> Answer:

@@ -32,6 +32,7 @@ def add_train(commands: Any) -> None:
     """Options of ``train``."""
     parser = commands.add_parser(
         "train",
+        function=_train,
         help="train a job, or resume a run",
         epilog="""\
 examples:
@@ -64,7 +65,7 @@ examples:
     )
     _add_stopping(parser)
     add_settings(parser)
-    parser.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
+    parser.set_defaults(devices=None)  # auto, or those of the run that is resumed
 
 
 def _add_stopping(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +145,7 @@ def add_evaluate(commands: Any) -> None:
     """Options of ``evaluate``."""
     parser = commands.add_parser(
         "evaluate",
+        function=_evaluate,
         help="evaluate a run, or an untrained job",
         epilog="""\
 examples:
@@ -154,7 +156,6 @@ examples:
     parser.add_argument("what", help="the folder of a run, or a job file")
     add_placement(parser)
     _add_weights(parser)
-    parser.set_defaults(function=_evaluate)
 
 
 def _evaluate(options: argparse.Namespace) -> Answer:
@@ -172,6 +173,7 @@ def add_predict(commands: Any) -> None:
     """Options of ``predict``."""
     parser = commands.add_parser(
         "predict",
+        function=_predict,
         help="write a run's outputs for each sample of a dataset",
         epilog="""\
 examples:
@@ -199,7 +201,6 @@ examples:
     )
     add_placement(parser)
     _add_weights(parser)
-    parser.set_defaults(function=_predict)
 
 
 def _predict(options: argparse.Namespace) -> Answer:
@@ -211,9 +212,8 @@ def _predict(options: argparse.Namespace) -> Answer:
         name += "-best"
     elif options.weights is not None:
         name += f"-{Path(options.weights).stem}"
-    out = options.out or os.path.join(options.run, name)
-    how = _how(options)
-    file = predict(options.run, options.data, out, overwrite=options.overwrite, **how)
+    out = options.out or os.path.join(options.run, name.replace(".", "_"))
+    file = predict(options.run, options.data, out, overwrite=options.overwrite, **_how(options))
     return 0, {"file": file}
 
 
@@ -221,6 +221,7 @@ def add_export(commands: Any) -> None:
     """Options of ``export``."""
     parser = commands.add_parser(
         "export",
+        function=_export,
         help="write a run's model as a file for other programs",
         epilog="""\
 examples:
@@ -257,7 +258,6 @@ examples:
         help="replace the file if it exists",
     )
     _add_weights(parser)
-    parser.set_defaults(function=_export)
 
 
 def _export(options: argparse.Namespace) -> Answer:
@@ -286,6 +286,7 @@ def add_checkpoints(commands: Any) -> None:
     """Options of ``checkpoints``."""
     parser = commands.add_parser(
         "checkpoints",
+        function=_checkpoints,
         help="list the checkpoints of a run",
         epilog="""\
 example:
@@ -298,13 +299,13 @@ example:
         action="store_true",
         help="read all checkpoints and compare the checksums",
     )
-    parser.set_defaults(function=_checkpoints)
 
 
 def add_audit(commands: Any) -> None:
     """Options of ``audit``."""
     parser = commands.add_parser(
         "audit",
+        function=_audit,
         help="report which samples a run has used, and how often",
         epilog="""\
 examples:
@@ -313,7 +314,6 @@ examples:
 """,
     )
     parser.add_argument("run", help="the folder of a run that was trained with --audit")
-    parser.set_defaults(function=_audit)
 
 
 def _checkpoints(options: argparse.Namespace) -> Answer:
@@ -375,6 +375,7 @@ def add_report(commands: Any) -> None:
     """Options of ``report``."""
     parser = commands.add_parser(
         "report",
+        function=_report,
         help="make a page of a run",
         epilog="""\
 example:
@@ -382,7 +383,6 @@ example:
 """,
     )
     parser.add_argument("folder", help="the folder of a run")
-    parser.set_defaults(function=_report)
 
 
 def _report(options: argparse.Namespace) -> Answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from types import GeneratorType
+from types import GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -116,7 +116,12 @@ def source_of(job: Job, data: Any) -> tuple[str, Any]:
     module = vars(loaded(file))
     if name in module:
         return data, module[name]
-    raise InputError(f'{file}: there is no "{name}" in it; {nearest(name, list(module))}')
+    names = [
+        each
+        for each, value in module.items()
+        if not each.startswith("_") and not isinstance(value, ModuleType | type)
+    ]
+    raise InputError(f'{file}: there is no "{name}" in it; {nearest(name, names)}')
 
 
 def one_of(sets: Mapping[str, Any], wanted: str) -> Any:

@@ -29,6 +29,5 @@ class NotedCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Any = None,
     ) -> Any:
         """Call an operator."""
-        del types
         self.found |= communicates(func)
         return func(*args, **(kwargs or {}))

@@ -75,11 +75,11 @@ def evaluate(
             trust=trust_job,
         )
     else:
-        given = {"best": best, "weights": weights, "job": job}
-        for option, value in given.items():
+        for option, value in {"best": best, "weights": weights, "job": job}.items():
             if value:
                 raise InputError(
-                    f"{what}: --{option} is for a run, and this is a job that was not trained"
+                    f"{what}: --{option} is for a run, and this is a job that was not trained: "
+                    f"--init {weights or 'FILE'} gives it weights"
                 )
         evaluated = as_job(what, job_parameters)
 

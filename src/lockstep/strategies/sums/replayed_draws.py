@@ -73,7 +73,6 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args: its arguments.
             kwargs: those given by name.
         """
-        del types
         self.communicates |= communicates(func)
         at = _dropout_at(func)
         if at is not None and at < len(args):
