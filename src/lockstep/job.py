@@ -40,8 +40,8 @@ class Job(Recipe):
             parameters that are trained; with ``step``, a dict of such functions by the names of the
             model's parts.
         train_data: a dataset of ``(inputs, targets)``, or a callable that gives one. Inputs that
-            are a tuple are passed as ``model(*inputs)``, a dict as ``model(**inputs)``, anything
-            else (a named tuple, say) as ``model(inputs)``. One that can only be gone through (an
+            are a tuple or a list are passed as ``model(*inputs)``, a dict as ``model(**inputs)``,
+            anything else (a named tuple, say) as ``model(inputs)``. One that can only be gone through (an
             ``IterableDataset``, a generator function) is a stream: every rank reads all of it, in
             its own order, and keeps its share. A stream must be the same on every rank, so don't
             cut it by rank. If the dataset has a ``set_epoch(epoch)``, it is called each epoch.
@@ -85,10 +85,10 @@ class Job(Recipe):
         check_every: check in every N-th update, too, that total, count and gradients don't depend
             on where a batch is cut (None: only in updates 1, 2, 4, 8, ...; 0: in none).
         init: the weights to begin with: a safetensors file, the folder of a run, or a folder of a
-            Hugging Face model. It has ``model.safetensors``, or shards with an index. What doesn't
-            fit is logged. A run that is resumed keeps its own weights.
+            Hugging Face model. It has ``model.safetensors``, or shards with an index. A
+            run that is resumed keeps its own weights.
         init_strict: refuse an ``init`` that lacks weights of the model, or has others. False loads
-            the weights that fit.
+            the weights that fit, and logs the others.
         sync_batchnorm: let BatchNorm normalize over the batch that one device would have, not over
             each replica's local batch.
         channels_last: store images and convolution weights in the channels-last memory format.

@@ -65,9 +65,8 @@ class Triggers:
             if every.epochs is not None and batches_of(0) is None:
                 name = f"{what}_every"
                 raise JobError(
-                    f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream, or "
-                    "batches of a generator, have no length that is known: give steps (100) or a "
-                    "time (10min)"
+                    f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream has no "
+                    "length that is known: give steps (100) or a time (10min)"
                 )
 
         self._clock = SharedClock(step.world, seconds, together=self._together)
