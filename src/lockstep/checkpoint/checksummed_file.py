@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,13 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, Any],
     metadata: Mapping[str, str],
-    whole: Callable[[str], torch.Tensor] | None = None,
 ) -> tuple[int, str]:
     """Write contiguous CPU tensors; gives the file's size and its SHA-256.
 
     Args:
         path: the file.
-        tensors: by name, with their types and shapes.
+        tensors: by name.
         metadata: of the file.
-        whole: gives a tensor by its name; without it they are written as they are.
 
     Raises:
         OSError: it can't be written.
@@ -62,8 +60,7 @@ def write_tensors(
 
         write(len(text).to_bytes(8, "little") + text)
         for name in ordered:
-            tensor = tensors[name] if whole is None else whole(name)
-            for piece in bytes_of(tensor):
+            for piece in bytes_of(tensors[name]):
                 write(piece)
     return 8 + len(text) + end, summed.hexdigest()
 

@@ -70,7 +70,7 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
     for name, tensor in plain.items():
         tensors[name] = tensor.detach().to("cpu").contiguous()
     text = json.dumps(tree)
-    summed = _sum_of(tensors, text, tensors.__getitem__)
+    summed = _sum_of(tensors, text)
     beside = path.with_name(f".{path.name}.part")
     try:
         write_tensors(beside, tensors, {"format": "pt", TREE: text, _SUM: summed})
@@ -95,14 +95,12 @@ def _encoded(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     return plain | tensors, tree
 
 
-def _sum_of(
-    tensors: Mapping[str, torch.Tensor], tree: str, whole: Callable[[str], torch.Tensor]
-) -> str:
+def _sum_of(tensors: Mapping[str, torch.Tensor], tree: str) -> str:
     """Return the SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
     summed = hashlib.sha256(tree.encode())
     for name, tensor in sorted(tensors.items()):
         summed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        for piece in bytes_of(whole(name)):
+        for piece in bytes_of(tensor):
             summed.update(piece)
     return summed.hexdigest()
 
@@ -129,7 +127,7 @@ def load_weights(path: Path) -> dict[str, Any]:
         others = decoded(json.loads(metadata.get(TREE, "{}")), tensors)
     except Exception as error:
         raise FolderError(f"{path}: not a safetensors file ({error})") from error
-    refuse_damaged(path, metadata, tensors, tensors.__getitem__)
+    _refuse_damaged(path, metadata, tensors)
     for name in list(tensors):
         if name.partition("/")[0] in others:
             del tensors[name]
@@ -149,25 +147,23 @@ def _why_not_there(path: Path) -> str:
     return f"there are no such weights, since the run was not finished: {what}"
 
 
-def refuse_damaged(
+def _refuse_damaged(
     path: Path,
     metadata: Mapping[str, str],
     tensors: Mapping[str, torch.Tensor],
-    whole: Callable[[str], torch.Tensor],
 ) -> None:
     """Compare the hash that a file carries, if any, with that of its numbers.
 
     Args:
         path: the file.
         metadata: of the file.
-        tensors: by name, with their types and shapes.
-        whole: gives a tensor by its name.
+        tensors: by name.
 
     Raises:
         FolderError: the numbers are others.
     """
     written = metadata.get(_SUM)
-    if written is None or written == _sum_of(tensors, metadata.get(TREE, "{}"), whole):
+    if written is None or written == _sum_of(tensors, metadata.get(TREE, "{}")):
         return
     is_last = path.name == "model.safetensors"
     again = ", or --resume the run, which writes it anew" if is_last else ""
@@ -187,7 +183,7 @@ def sum_in_place_of(weight: torch.Tensor) -> str:
         narrow = value.float()
         if torch.equal(narrow, value):
             value = narrow
-    return _sum_of({"": value}, "", lambda name: value.contiguous())
+    return _sum_of({"": value.contiguous()}, "")
 
 
 def with_own(

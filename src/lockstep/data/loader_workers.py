@@ -158,8 +158,7 @@ class Workers:
     def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:
         self._requests = _Requests()
         on_linux = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
-        # The cores of an accelerator's NUMA node, or all.
-        cores = usable_cores() if pin else free_cores()
+        cores = free_cores()
         by_main_thread = threading.current_thread() is threading.main_thread()
         with warnings.catch_warnings():
             # PyTorch counts only the cores of this thread, which may be pinned.

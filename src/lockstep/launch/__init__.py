@@ -52,10 +52,10 @@ def launch(
 ) -> list[T]:
     """Call ``fn(world, *args)`` on every rank and give the results in rank order.
 
-    One device: the call is made in this process. Several: each gets a process of its own on this
-    machine. Under torchrun this process is one of the ranks, with one device, and each of them
-    returns the same list. Wherever it is, it is made in the caller's modes (``no_grad``,
-    ``inference_mode``, ``autocast``).
+    One device (or ``devices_per_rank``): the call is made in this process. Several: each gets a
+    process of its own on this machine. Under torchrun this process is one of the ranks, with its
+    devices, and each of them returns the same list. Wherever the call is made, the caller's modes
+    hold (``no_grad``, ``inference_mode``, ``autocast``).
 
     Args:
         fn: any function, lambdas and those of a notebook included; what it refers to goes with it.

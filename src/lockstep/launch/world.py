@@ -165,9 +165,7 @@ class World:
         return self.rank == 0
 
     @_collective
-    def all_reduce(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None
-    ) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over the ranks, in place, and give it back.
 
         A small sum on CPU takes as long as its wake-ups. So few ranks send each other everything in
@@ -178,15 +176,15 @@ class World:
             return tensor
         small = tensor.numel() * tensor.element_size() <= _SMALL
         if not tensor.is_cpu or not small:
-            dist.all_reduce(tensor, group=group)
-        elif self.size <= _FEW and group is None and tensor.is_contiguous():
+            dist.all_reduce(tensor)
+        elif self.size <= _FEW and tensor.is_contiguous():
             found = [torch.empty_like(tensor) for _ in range(self.size)]
             wait_awake(dist.all_gather(found, tensor, async_op=True))
             torch.add(found[0], found[1], out=tensor)
             for other in found[2:]:
                 tensor.add_(other)
         else:
-            wait_awake(dist.all_reduce(tensor, group=group, async_op=True))
+            wait_awake(dist.all_reduce(tensor, async_op=True))
         return tensor
 
     @_collective

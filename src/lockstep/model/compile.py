@@ -98,7 +98,7 @@ def not_compilable(error: BaseException) -> JobError | None:
     """Explain an error that PyTorch raised because a compiler is missing.
 
     Args:
-        error: raised in the first update; None is given for any other error.
+        error: raised in an update; None is given for any other error.
     """
     for words, what in _MISSING.items():
         if words in str(error):

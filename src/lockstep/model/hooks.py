@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,25 +24,13 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 def is_hooked(p: torch.Tensor) -> bool:
     """Return whether a parameter has a hook on its gradient, of either kind.
 
-    The hooks of ``fully_shard`` don't count.
+    The hooks of ``fully_shard`` don't count. It sets them on outputs in each forward, and an output
+    that is a parameter keeps them.
     """
     if getattr(p, "_post_accumulate_grad_hooks", None):
         return True
-    return len(p._backward_hooks or {}) > len(hooks_of_shards(p))
-
-
-def hooks_of_shards(p: torch.Tensor) -> list[int]:
-    """Find the keys of hooks of ``fully_shard``, which sets them on outputs in each forward.
-
-    An output that is a parameter keeps them.
-    """
-    hooks: Mapping[int, Any] = p._backward_hooks or {}
-    keys = []
-    for key, hook in hooks.items():
-        module = str(getattr(hook, "__module__", ""))
-        if module.startswith("torch.distributed.fsdp."):
-            keys.append(key)
-    return keys
+    modules = [str(getattr(hook, "__module__", "")) for hook in (p._backward_hooks or {}).values()]
+    return not all(module.startswith("torch.distributed.fsdp.") for module in modules)
 
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

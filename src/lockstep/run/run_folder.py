@@ -164,7 +164,7 @@ class RunFolder:
         return folder
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Write a JSON file for people too: indented, numbers that JSON lacks as text.
+        """Write a JSON file for people too: indented, values that JSON has no type for as text.
 
         Raises:
             FolderError: it can't be written.

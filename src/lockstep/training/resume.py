@@ -17,9 +17,6 @@ from lockstep.launch.devices import Device, Devices
 from lockstep.run.run_folder import RunFolder
 from lockstep.strategies import Strategy, devices_for, kind_of, named
 
-_FOR_DEVICES = ("device_map", "times")
-"""Settings for one number of devices only; ``Strategy.planned`` takes them where they fit."""
-
 
 def as_it_went(
     config: Mapping[str, Any],
@@ -64,7 +61,7 @@ def _with_settings_of(name: str, settings: Mapping[str, Any]) -> Strategy:
     others = {}
     for setting, usual in kind_of(name).usual().items():
         value = settings.get(setting, usual)
-        if setting not in _FOR_DEVICES and value != usual:
+        if setting != "device_map" and value != usual:
             others[setting] = value
     return named(name, **others)
 

@@ -42,8 +42,6 @@ def opening(setup: Setup, epoch: int) -> Iterator[Line]:
     """Yield the lines before the first step::
 
         digits: ddp on 2 devices (cpu:0, cpu:1), gloo
-        rank 0: cpu:0
-        rank 1: cpu:1
         batches of 64 = 32 + 32 over the devices
         1,437 samples, 23 steps an epoch
         note: ...

@@ -18,7 +18,7 @@ ignored tokens, in the weights of their classes. A loss is made (total, count) i
 With ``Job(counts=...)`` a loss returns its share of the loss of the whole batch: the total is the
 share times the samples of the whole batch, and the count is the samples of the share.
 
-Losses of the last two kinds, and shares, are checked in each update (``lockstep.model.losses.loss_check``).
+Losses of the last two kinds, and shares, are checked (``lockstep.model.losses.loss_check``).
 """
 
 from __future__ import annotations

@@ -103,9 +103,7 @@ class LossCheck:
         if not self.is_used:
             return False
         now = time.perf_counter()
-        if update <= _FIRST:
-            self._began = now
-            self._spent = 0.0
+        self._began = self._began or now
         is_due = update <= _FIRST or update % self._every == 0
         return is_due or self._spent <= _LARGEST_SHARE * (now - self._began)
 
@@ -133,6 +131,7 @@ class LossCheck:
         Raises:
             LossError: the loss isn't additive.
         """
+        began = time.perf_counter()
         if samples < 2 or holds_packed((outputs, targets)):
             return
         nest: Nest = each(_detached, outputs), targets
@@ -142,7 +141,6 @@ class LossCheck:
             # A batch of as many samples as a tensor has rows would be cut by chance.
             self.is_used = False
             return
-        began = time.perf_counter()
         with torch.no_grad(), _drawing_apart(nest):
             parts = self._wrong_parts(nest, whole, samples)
         self._spent += time.perf_counter() - began

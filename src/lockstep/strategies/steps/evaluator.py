@@ -96,19 +96,18 @@ class Evaluator:
         self,
         batches: Iterable[Batch],
         compute: Callable[[Batch], T],
-        seed: int | None = None,
+        seed: int,
     ) -> Iterator[tuple[Batch, T]]:
         """Yield each batch, in order, with what ``compute`` makes of it.
 
         Args:
             batches: of the loader.
             compute: ``results`` or ``predictions``, or what calls one of them.
-            seed: gives each batch a random stream; None goes on with the stream there is.
+            seed: gives each batch a random stream.
         """
         self._refuse_models()
         for batch in batches:
-            if seed is not None:
-                self._step.seed(seed, batch.index + 1)
+            self._step.seed(seed, batch.index + 1)
             yield batch, compute(batch)
 
     def _refuse_models(self) -> None:

@@ -523,7 +523,6 @@ class Step:
         Raises:
             NonFiniteLoss: the loss was not finite.
             RunError: it counted no item.
-            LossError: it is not additive over samples.
         """
         self.checks.check()
 

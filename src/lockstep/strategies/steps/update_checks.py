@@ -82,7 +82,7 @@ class UpdateChecks:
             part: the local batch.
             outputs: of the model.
             where: the replica that computed the loss; "" in a process that has one.
-            first: whether this is the first update of this process.
+            first: whether this process has made no update yet.
 
         Raises:
             NonFiniteLoss: with what was not finite first.

@@ -29,7 +29,7 @@ class Draws:
         self._data_rank = world.data.rank
         self.observers = world.observers
         self.stream: tuple[int, ...] | None = None
-        found = [device.torch for device in world.devices if device.type not in ("cpu", "meta")]
+        found = [device.torch for device in world.devices if not device.is_slot]
         self.accelerators = tuple(found)
 
     def begin(self, seed: int, number: int) -> None:

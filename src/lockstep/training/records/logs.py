@@ -22,7 +22,7 @@ class Logs:
     """Counts the updates of this process, logs them, and shows where the training is.
 
     Only rank 0 logs, from what it has read of the updates anyway. Where the ranks don't meet in an
-    update, the loss is that of rank 0's local batches. Other ranks report their memory only.
+    update, the loss is that of rank 0's local batches.
 
     Args:
         setup: what is trained.
@@ -41,7 +41,7 @@ class Logs:
         self._last_log = self._began
         self._last_shown = self._began
         # Reading a loss waits for an accelerator.
-        self._interval = 0.2 if world.is_first and world.device.is_slot else 1.0
+        self._interval = 0.2 if world.device.is_slot else 1.0
 
     def _now(self) -> float:
         """Return the seconds on a clock that stands still where nothing is trained."""
@@ -60,14 +60,11 @@ class Logs:
         """
         self._samples += batch.size
         now = self._now()
-        if now - self._last_shown < self._interval:
+        world = self._world
+        if not world.is_first or now - self._last_shown < self._interval:
             return
 
         self._last_shown = now
-        world = self._world
-        if not world.is_first:
-            return
-
         world.emit(
             Progress(
                 epoch=self._progress.number,
