@@ -199,13 +199,13 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_637
+TOTAL = 226_633
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 5_714,
     "cli": 5_943,
-    "compare": 11_329,
+    "compare": 11_325,
     "data": 12_201,
     "export": 3_846,
     "launch": 18_372,

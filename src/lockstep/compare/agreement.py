@@ -20,7 +20,7 @@ class Agreement:
 
     Attributes:
         equal: up to rounding; None where that isn't known.
-        difference: the largest of any parameter, as a part of how far it went.
+        difference: the largest of any parameter or buffer, as a part of how far it went.
         reason: why it isn't known.
         micro_batches: in how many one device was given each batch, where the strategy cuts it for
             itself.

@@ -1,8 +1,10 @@
 """The turns of a comparison::
 
-a look at each    A B C      sizes and parity; nothing of it is timed
-rounds            A B C  A B C   A B C  ...      each in fresh processes that warm up for themselves
-with epochs       A B C      each trained, for its losses and metrics
+    a look at each    A B C      sizes and parity; nothing of it is timed
+    rounds            A B C  A B C   A B C  ...      each in fresh processes that warm up for themselves
+    with epochs       A B C      each trained, for its losses and metrics
+
+docs/compare.md explains the measures.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def _overview(found: Comparison) -> Table:
     caption = (
         f"{explained(found)}. Effic.: the speed-up over one device, for each device. Memory: the "
         "largest, of a process or an accelerator. Start: until the first step is done. Parity: the "
-        "largest difference of any parameter from single-device training, relative to the "
-        "parameter's change."
+        "largest difference of any parameter or buffer from single-device training, relative to "
+        "its change."
     )
     columns = (*SPEED, *START, "devices")
     return table(cells_of(found), columns, "All of it", caption)

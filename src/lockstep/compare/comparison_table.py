@@ -176,7 +176,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
             lines.append("")
             lines += _wrapped([text], width)
     best = best_of(found)
-    if best is not None and best.line:
+    if best is not None:
         lines.append(f"  {best.line}")
     return lines
 

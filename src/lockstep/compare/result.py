@@ -35,7 +35,7 @@ class Row:
         agreement: whether its numbers are those of one device.
         shapes: the ``device``, ``inputs`` and ``outputs`` of the first micro-batch of each replica
             that has a sample: by its path in the nest, the shape of each tensor.
-        history: with ``epochs``, a record for each.
+        history: with ``epochs``, the lines of its ``metrics.jsonl``.
     """
 
     name: str

@@ -69,7 +69,7 @@ def map(
             whatever it takes.
         reduce: ``reduce(reduce(first, second), third)`` and so on is returned instead of an
             iterator: in the order of the items, here, so that it is the same each time. A pair is
-                such a function and the value to start with.
+            such a function and the value to start with.
         collate: puts a module's items together; None is PyTorch's default.
         seed: None leaves the generators alone, which saves a function 7 us an item; processes begin
             theirs by chance.

@@ -2,7 +2,7 @@
 
 A schedule is a list of actions for each stage. ``2F0`` is stage 2's forward of micro-batch 0,
 ``2B0`` its backward. Who writes a schedule writes computing only: what moves between the stages
-follows from it. Whoever runs, simulates, checks or draws one reads the same lists.
+follows from it. Whoever runs or simulates a schedule reads the same lists.
 
 Each list belongs to a device. Usually that is a stage too; where a device holds several stages
 (`interleaved`) their actions stand mixed in its list, and ``devices_of`` tells who holds which.

@@ -3,7 +3,7 @@ step.
 
 glibc takes each large block from the system when it is asked for, and gives it back when it is
 freed. So the activations of every step are pages that the kernel clears and maps anew, 4 KiB at a
-time: up to 45 % of a step of MobileNetV2 (benchmarks/README.md). Two things help:
+time: up to 45 % of a step of MobileNetV2. Two things help:
 
 - **Huge pages**, 2 MiB at a time, which PyTorch asks for where ``THP_MEM_ALLOC_ENABLE`` is set
   before its first tensor. Processes of Lockstep's own (the command, local ranks) have that.

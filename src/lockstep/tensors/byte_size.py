@@ -1,4 +1,4 @@
-"""Numbers of bytes, as a person reads and writes them."""
+"""Numbers of bytes, as a person reads them."""
 
 from __future__ import annotations
 

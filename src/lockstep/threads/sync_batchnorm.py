@@ -36,7 +36,7 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
 
     The modules stay the same objects of the same classes, with their parameters, buffers, hooks and
     names: only their ``forward`` is another one. ``InstanceNorm`` is left alone. In eval mode they
-        behave as before.
+    behave as before.
 
     Args:
         module: is changed in place. Copies made of it afterwards are parties to the same exchange.

@@ -3,7 +3,7 @@ batches, and finds why they differ.
 
 ::
 
-    search        how the answer is found                  verification  the answer, as a table
+    verdict       how the answer is found                  verification  the answer, as a table
     preflight     in which number format, how large a batch
     batches       which batches, of the job's own loader   training_run  one side, an update at a time
     paired_run    both at once, compared after each update comparison    what is compared, and what was found

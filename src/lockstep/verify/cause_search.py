@@ -3,7 +3,7 @@
 ::
 
     single against single differs                                  the job can't be repeated: its numbers, or its data
-    the start differs, other samples, other learning rates         shown by the comparison itself
+    the start differs                                              shown by the comparison itself
     equal once all draws, or batch norms, are taken out            that is the cause
     single, its batches cut as for the devices, differs            the model or its loss: a buffer, samples that act on
                                                                    one another, a backward of its own

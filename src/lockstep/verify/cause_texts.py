@@ -1,5 +1,5 @@
-"""Cause texts: the words of every cause that ``verify`` can name: kind, text with places for what
-was found, and fix.
+"""Cause texts: the words of every cause that ``verify`` finds: kind, text with places for what was
+found, and fix. A refusal (``unseeded data``, ``sampler``) has words of its own.
 
 A kind with several texts has a word after a colon. `docs/verify.md` lists the kinds.
 """

@@ -1,4 +1,4 @@
-"""Search: how the answer is found, by one experiment where the sides are equal."""
+"""Verdict: how the answer is found, by one experiment where the sides are equal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def verify(
     smaller last one of the epoch, two of the second epoch, and an evaluation of a few batches of
     each set. They compute in float64 where the model can; else rounding is measured, by two runs of
     ``single`` whose sums are taken in other orders. Dropout is switched off on both sides where its
-    masks would differ, and a note is logged. Micro-batches are compared with whole batches, too.
+    masks would differ, and a note names that. Micro-batches are compared with whole batches, too.
 
     Args:
         job: as in ``train``.

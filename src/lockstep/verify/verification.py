@@ -53,7 +53,8 @@ class Verification:
         beyond: its differences that are more than rounding, as (kind, name, size), the largest
             first.
         evaluation_apart: values of the evaluation that differ.
-        layer: name and class of the first layer that differs, where the first update does.
+        layer: name and class of the first layer that differs, in the first update or where whole
+            batches differ.
         causes: why, the likeliest first.
         notes: what was logged before training, and what of the job was replaced.
         seconds: that all of it took.

@@ -47,8 +47,8 @@ def partition(
         found.device_map           # {"stem": 0, "layer1": 0, "layer2": 1, ...}
 
     Each block is timed on the first device, on the job's first batch, and the run of blocks for
-    each device is chosen so that the slowest device is as fast as can be. Nothing of the job is
-    changed.
+    each device is chosen so that the slowest device is as fast as can be. Where the devices' memory
+    is too small for these, bytes are divided by the devices' room. Nothing of the job is changed.
 
     Args:
         job: as in ``train``.
