@@ -92,6 +92,7 @@ NOT_RECORDED = ("uneven-devices", "verifying")
 
 WORDS = {
     "plain, one slot": "plain loss",
+    "plain, one CPU device": "plain loss",
     ", 16 micro-batches": "",
     "one slot": "one CPU device",
     "two slots": "two CPU devices",
