@@ -28,9 +28,8 @@ class Job(Recipe):
             ``nn.ModuleDict``.
         loss: ``loss(outputs, targets)``: one of PyTorch's losses, or a function that gives
             ``(total, count)`` or a ``lockstep.Loss``; any other scalar is taken as a mean over
-            samples, which is checked where batches are cut: in every update; on accelerators, and
-            where that takes more than 5 % of the time, in updates 1 to 16 and each 16th. Not needed
-            where ``step`` is given.
+            samples. That is checked where batches are cut, in every update on a CPU, and in updates
+            1 to 16 and each 16th otherwise. Not needed where ``step`` is given.
         loss_over: ``"samples"`` for a loss that is a sum or a mean over samples; ``"batch"`` for a
             loss of all samples of the global batch together, as contrastive losses are.
             ``accumulate`` computes forward twice then, and ``pp`` keeps all activations.

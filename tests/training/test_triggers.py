@@ -205,7 +205,7 @@ def test_parts_of_an_epoch_are_counted_in_batches(strategy: str, tmp_path: Path)
 def test_a_part_of_a_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         JobError,
-        match=r"eval_every: '0\.5 epochs' is a part of an epoch, and a stream, or batches of a",
+        match=r"eval_every: '0\.5 epochs' is a part of an epoch, and a stream has no length",
     ):
         run_of(a_job(train_data=Stream(), eval_every="0.5 epochs"), tmp_path)
     assert not list(tmp_path.iterdir())

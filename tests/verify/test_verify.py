@@ -1476,11 +1476,10 @@ def test_generators_and_settings_of_torch_are_left_as_they_were() -> None:
 def test_every_kind_of_cause_is_in_the_documentation_and_planted_here() -> None:
     kinds = {name.partition(":")[0] for name in CAUSES}
     page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text().partition("## Causes")[2]
-    assert kinds - set(re.findall(r"`([a-z ]+)`", page)) == {"start"}, (
-        "which only a strategy of a person's own can do"
-    )
+    assert kinds <= set(re.findall(r"`([a-z ]+)`", page))
     here = Path(__file__).read_text()
-    assert {kind for kind in kinds if f'"{kind}"' not in here} == set()
+    planted = kinds - {"start"}  # which only a strategy of a person's own can cause
+    assert {kind for kind in planted if f'"{kind}"' not in here} == set()
 
 
 class SmallLanguageModel(nn.Module):
