@@ -63,8 +63,8 @@ def train(
         restarts: how many times ranks of this machine that were lost are started again, from the
             last checkpoint.
         timeout: seconds without progress after which the run ends; 0 is never. Which rank the
-            others wait for is reported after 30 s, or ten of the longest
-            pauses so far (see lockstep.launch.hang_report).
+            others wait for is reported after 30 s, or ten of the longest pauses so far (see
+            lockstep.launch.hang_report).
         settings: fields of the job to replace.
 
     Raises:

@@ -91,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command with these words; gives the exit code (they are in ``lockstep.errors``)."""
+    """Run the command with these words; gives the exit code (see ``lockstep.errors``)."""
     before = signal.signal(signal.SIGTERM, _terminated)
     words = list(sys.argv[1:] if words is None else words)
     # The other commands keep nothing before they are done; a training has printed what it keeps.

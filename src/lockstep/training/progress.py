@@ -44,7 +44,7 @@ class TrainingProgress:
 
         values: what is known of the last epoch, by name.
         interrupted: whether the ranks stop because of a signal.
-        samples: those of the global batches since this process began.
+        samples: the samples of all global batches since this process began.
         seconds: seconds in which it trained on them.
         paused: seconds of evaluations, and of all that an epoch ends with.
     """

@@ -312,7 +312,7 @@ def _now(device: Device) -> float:
 
 @contextmanager
 def model_kept(model: nn.Module) -> Iterator[None]:
-    """Put attributes, buffers and the state of the CPU's generators back afterwards, without gradients."""
+    """Put attributes, buffers and the states of the CPU's generators back; leave no gradients."""
     snapshot = Snapshot(model, parameters=False)
     try:
         yield
