@@ -199,30 +199,30 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 226_633
+TOTAL = 222_012
 """Code tokens of the package, at most."""
 
 TOKENS = {
-    "checkpoint": 5_714,
+    "checkpoint": 5_615,
     "cli": 5_943,
     "compare": 11_325,
-    "data": 12_201,
+    "data": 12_105,
     "export": 3_846,
-    "launch": 18_372,
-    "map": 4_495,
-    "model": 16_631,
-    "parallel": 10_597,
-    "pipelining": 17_579,
-    "prediction": 4_056,
-    "profiling": 3_101,
+    "launch": 17_920,
+    "map": 4_108,
+    "model": 16_378,
+    "parallel": 10_378,
+    "pipelining": 17_238,
+    "prediction": 3_743,
+    "profiling": 3_024,
     "report": 1_850,
-    "run": 3_765,
-    "strategies": 48_162,
-    "tensors": 8_095,
-    "threads": 5_531,
-    "top": 7_829,
-    "training": 25_627,
-    "verify": 11_914,
+    "run": 3_548,
+    "strategies": 47_282,
+    "tensors": 7_764,
+    "threads": 5_192,
+    "top": 7_683,
+    "training": 25_458,
+    "verify": 11_612,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_386
+    assert bars.lines_of_the_reading_path() <= 2_385
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

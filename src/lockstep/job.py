@@ -28,7 +28,7 @@ class Job(Recipe):
             ``nn.ModuleDict``.
         loss: ``loss(outputs, targets)``: one of PyTorch's losses, or a function that gives
             ``(total, count)`` or a ``lockstep.Loss``; any other scalar is taken as a mean over
-            samples. Where batches are cut, this is checked in updates 1 to 16 and each 16th, and in
+            samples. Where batches are cut, this is checked in updates 1 to 16 and each 32nd, and in
             all others on a CPU if that takes at most 5 % of the time. Not needed with ``step``.
         loss_over: ``"samples"`` for a loss that is a sum or a mean over samples; ``"batch"`` for a
             loss of all samples of the global batch together, as contrastive losses are.

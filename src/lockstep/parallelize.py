@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -97,7 +95,12 @@ def parallelize(
     if world.size > 1 and not world.is_watched:
         Watch(world, always=False).__enter__()  # for as long as the process lives
     step.caveats = functools.partial(chosen.caveats, recipe, model, step.replicas)
-    step.caveats_in_parts = functools.partial(_in_parts, chosen, recipe, model, step.replicas)
+
+    def caveats_in_parts() -> list[Caveat]:
+        cut = recipe.replace(accumulate=max(2, recipe.accumulate))
+        return chosen.caveats(cut, model, step.replicas)
+
+    step.caveats_in_parts = caveats_in_parts
     if world.is_first:
         if not isinstance(world.emit, _Warns):
             world.emit = _Warns(world.emit)
@@ -140,17 +143,6 @@ _PUT_IN_TRAINING = (
 )
 
 
-def _in_parts(strategy: Strategy, recipe: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
-    """Return the caveats of batches whose parts are given to ``step.backward``."""
-    cut = recipe.replace(accumulate=max(2, recipe.accumulate))
-    found = strategy.caveats(cut, model, replicas)
-    text = "BatchNorm normalizes over each part of a batch that step.backward(...) is given"
-    for number, one in enumerate(found):
-        if one.kind == "batchnorm" and not one.fix:
-            found[number] = replace(one, text=text)
-    return found
-
-
 class _Warns:
     """Passes a step's notes to Python's warnings, since a person's own loop has no display."""
 
@@ -159,18 +151,5 @@ class _Warns:
 
     def __call__(self, event: Any) -> None:
         if isinstance(event, Line) and event.kind == "note":
-            warnings.warn(event.text, stacklevel=_frames_of_libraries())
+            warnings.warn(event.text, stacklevel=2)
         self._emit(event)
-
-
-def _frames_of_libraries() -> int:
-    """Return how many frames up from the caller the person's own code is, as ``warnings`` counts."""
-    frame = sys._getframe(1)
-    level = 1
-    while frame.f_back is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("lockstep", "torch"):
-            break
-        frame = frame.f_back
-        level += 1
-    return level

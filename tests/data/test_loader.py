@@ -252,11 +252,6 @@ def test_an_order_that_cant_be_is_said(given: Any, said: str) -> None:
         order_of(Loader(numbers(5), batch_size=2, order=lambda epoch: given))
 
 
-def test_an_order_is_a_function() -> None:
-    with pytest.raises(JobError, match="order: a function of the epoch is expected, not a list"):
-        Loader(numbers(5), batch_size=2, order=[1, 2])  # type: ignore[arg-type]
-
-
 # ---- randomness by sample ------------------------------------------------------------------------
 
 
@@ -512,7 +507,6 @@ def test_a_batch_that_raises_names_its_sample() -> None:
         ({"batch_size": 2.5}, "batch_size: 2.5"),
         ({"batch_size": 2, "accumulate": 0}, "accumulate: 0"),
         ({"batch_size": 2, "rank": 2, "world_size": 2}, "rank: 2 is not one of 2"),
-        ({"batch_size": 2, "workers": -1}, "loader_workers: -1"),
     ],
 )
 def test_settings_that_cant_be_are_named(settings: Any, said: str) -> None:

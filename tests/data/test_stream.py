@@ -270,7 +270,6 @@ def test_batches_of_a_stream_copied_ahead_are_the_same(workers: int) -> None:
             {"workers": 2},
             "loader_workers: 2, but train_data is a stream, and each worker would read all of it",
         ),
-        ({"workers": -1}, "loader_workers: -1"),
         ({"batch_size": 0}, "batch_size: 0"),
     ],
 )

@@ -209,9 +209,7 @@ def test_a_rendezvous_address_that_is_loopback_is_refused_in_a_line(tmp_path: Pa
         for line in text.splitlines()
         if line.startswith("lockstep: MASTER_ADDR")
     ]
-    assert (
-        lines and "is a loopback address here, which the other 1 of 2 nodes can't reach" in lines[0]
-    )
+    assert lines and "is a loopback address here, which other nodes can't reach" in lines[0]
     assert not list(tmp_path.glob("runs/*"))
 
 

@@ -869,7 +869,7 @@ TORCHRUN = """
         if scale == 30 and world.rank == 1:
             raise ValueError("bad value")
         total = world.all_reduce(torch.ones(1)).item()
-        return Local((world.rank * scale, world.node, world.nodes, world.local_size, str(world.device), total))
+        return Local((world.rank * scale, world.local_size, str(world.device), total))
 
     for scale in (10, 20, 30):
         found = [one.value for one in launch(fn, args=(scale,))]
@@ -887,8 +887,7 @@ def test_under_torchrun_each_process_is_a_rank_and_gets_all_results(
     torchrun: subprocess.CompletedProcess[str],
 ) -> None:
     expected = [
-        str([(rank * i, 0, 1, 2, f"cpu:{rank}", 2.0) for rank in range(2)])
-        for i in (10, 10, 20, 20)
+        str([(rank * i, 2, f"cpu:{rank}", 2.0) for rank in range(2)]) for i in (10, 10, 20, 20)
     ]
     assert sorted(line for line in torchrun.stdout.splitlines() if line) == sorted(expected), (
         torchrun.stderr

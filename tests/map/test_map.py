@@ -130,12 +130,7 @@ def test_tensors_and_arrays_of_any_size_in_any_nesting_come_back_as_they_were(si
     for i, found in enumerate(lockstep.map(made, items, "2xcpu")):
         expected = made(items[i])
         for a, b in zip(tensors(found), tensors(expected), strict=True):
-            assert (
-                a.dtype == b.dtype
-                and a.shape == b.shape
-                and a.stride() == b.stride()
-                and torch.equal(a, b)
-            )
+            assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         assert isinstance(found["weight"], nn.Parameter) and found["weight"].requires_grad
         assert (found["array"] == expected["array"]).all() and found["array"].dtype == np.int16
         found["own"].inside[0].add_(1)  # it is ours to write
@@ -261,25 +256,6 @@ def test_what_is_drawn_belongs_to_the_item_whatever_the_devices() -> None:
 
 
 # Batches and folding
-
-
-@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
-def test_without_a_seed_no_two_items_draw_the_same(devices: str) -> None:
-    def draw(item: int) -> tuple[float, float, float]:
-        time.sleep(0.002)
-        return torch.rand((), dtype=torch.float64).item(), random.random(), float(np.random.rand())
-
-    found = [one for _ in range(2) for one in lockstep.map(draw, range(20), devices, seed=None)]
-    for drawn in zip(*found, strict=True):
-        assert len(set(drawn)) == 40
-
-
-def test_without_a_seed_one_device_goes_on_with_the_generators_as_they_are() -> None:
-    torch.manual_seed(4)
-    expected = [torch.rand(()).item() for _ in range(4)]
-    torch.manual_seed(4)
-    found = list(lockstep.map(lambda item: torch.rand(()).item(), range(3), "1xcpu", seed=None))
-    assert [*found, torch.rand(()).item()] == expected
 
 
 @pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
@@ -736,7 +712,7 @@ def test_a_thousand_tensors_hold_no_files_open() -> None:
 # Inside one another, and what is seen
 
 
-def test_a_map_in_a_map_runs_in_its_process_and_is_refused_more() -> None:
+def test_a_map_in_a_map_runs_in_its_process() -> None:
     def outer(i: int) -> tuple[list[int], bool]:
         inner = list(lockstep.map(lambda j: (i * j, os.getpid()), range(4)))
         return [value for value, _ in inner], {pid for _, pid in inner} == {os.getpid()}
@@ -744,10 +720,9 @@ def test_a_map_in_a_map_runs_in_its_process_and_is_refused_more() -> None:
     assert list(lockstep.map(outer, range(3), "2xcpu")) == [
         ([0, i, 2 * i, 3 * i], True) for i in range(3)
     ]
-    with pytest.raises(
-        ItemFailed, match=r"devices: this process is a process of a map already, and has cpu:0 only"
-    ):
-        list(lockstep.map(lambda i: list(lockstep.map(abs, [i], "2xcpu")), [1], "2xcpu"))
+    assert list(lockstep.map(lambda i: list(lockstep.map(abs, [i], "2xcpu")), [1], "2xcpu")) == [
+        [1]
+    ]
 
 
 def test_a_map_in_a_rank_runs_on_its_device() -> None:

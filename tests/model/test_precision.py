@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import warnings
 
 import pytest
 import torch
@@ -228,40 +226,6 @@ def test_fp64_computes_complex_numbers_in_double_precision_too(tmp_path) -> None
     )
     run = train(job, precision="fp64", devices="1xcpu", folder=tmp_path, quiet=True)
     assert run.model().turn.dtype == torch.complex128
-
-
-def test_complex_parameters_are_refused_under_fp16(tmp_path) -> None:
-    job = ZOO["complex parameters"]
-    with pytest.raises(JobError, match=r"is complex.*take bf16"):
-        train(
-            job.replace(precision="fp16"),
-            strategy="single",
-            devices="1xcpu",
-            folder=tmp_path,
-            quiet=True,
-        )
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("way", ["raises", "warns", "passes it over"])
-def test_a_format_that_a_device_does_not_have_is_one_line(way, tmp_path, monkeypatch) -> None:
-    def lacking(device_type: str, dtype: torch.dtype) -> contextlib.nullcontext[None]:
-        if way == "raises":
-            raise RuntimeError("no float16 here")
-        if way == "warns":
-            warnings.warn("no float16 here; disabled", stacklevel=1)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(torch, "autocast", lacking)
-    with pytest.raises(JobError, match=r"precision: fp16 doesn't work on cpu here[:,] [^\n]+$"):
-        train(
-            ZOO["mlp"].replace(precision="fp16"),
-            strategy="single",
-            devices="1xcpu",
-            folder=tmp_path,
-            quiet=True,
-        )
-    assert not list(tmp_path.iterdir())
 
 
 # ---- TensorFloat-32 ------------------------------------------------------------------------------

@@ -9,14 +9,11 @@ from torch import nn
 from benchmarks.largest_batch import largest_batch
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.writer import Writer
-from lockstep.errors import StrategyError
 from lockstep.launch.device_table import machine, table
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.losses.loss_check import LossCheck
-from lockstep.pipelining.stage_layers import place_tensors
-from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import to_device
 from lockstep.threads.thread_pool import run
 from simulated_card import counts
@@ -70,22 +67,6 @@ def test_a_checkpoint_is_copied_from_a_card_without_the_host_waiting(tmp_path) -
 def test_what_comes_from_a_card_is_there_when_the_host_reads_it() -> None:
     on_card = torch.arange(4.0).to("card:1")
     assert to_device([on_card], torch.device("cpu"))[0].tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
-    model[1].weight = nn.Parameter(model[0].weight.t())
-    return model
-
-
-def test_parameters_in_common_memory_are_not_moved() -> None:
-    card = torch.device("card:1")
-    for move in (place_module, lambda model, card: place_tensors(model, {}, card)):
-        with pytest.raises(
-            StrategyError,
-            match=r"weight\" have memory in common .* can't be moved or converted together",
-        ):
-            move(tied(), card)
 
 
 def test_a_count_of_targets_on_another_card_is_checked_without_the_host_waiting() -> None:

@@ -187,26 +187,6 @@ class Functional(nn.Module):
         return nn.functional.linear(y, self.weight)
 
 
-class Packed(nn.Module):
-    """Packed sequences go through LSTMs on both cards, hidden states with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 6)
-        self.one, self.two = nn.LSTM(6, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True)
-        self.out = nn.Linear(12, 3)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        lengths = (tokens > 3).sum(1).clamp(min=1).cpu()
-        packed = nn.utils.rnn.pack_padded_sequence(
-            self.words(tokens), lengths, batch_first=True, enforce_sorted=False
-        )
-        packed, state = self.one(packed)
-        packed, (hidden, _) = self.two(packed, state)
-        padded, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
-        return self.out(torch.cat([hidden[-1], padded.sum(1)], dim=1))
-
-
 class Masked(nn.Module):
     """Masks and positions made in forward, on the CPU and where the inputs are; None and ints
     passed on.
@@ -380,7 +360,6 @@ PLACED: dict[str, tuple[Job, dict[str, int] | None]] = {
     "a weight on both cards": (_job(Thrice, optimizer=sgd), {"second": 1, "out": 1, "": 0}),
     "a buffer that all write": (_job(Board), {"second": 1, "": 0}),
     "functions of the container": (_job(Functional), {"second": 1, "": 0}),
-    "packed sequences": (_job(Packed, _words, labels(SAMPLES, 3)), {"words": 0, "one": 0, "": 1}),
     "masks and positions": (_job(Masked, _words, _following, metrics={}), None),
     "a checkpoint around both cards": (
         _job(lambda: Rerunning(False)),

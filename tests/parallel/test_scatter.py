@@ -122,12 +122,6 @@ def test_explicit_sizes_keep_an_entry_for_each_device() -> None:
     assert [share.tolist() for share in shares] == [[0, 1], [2, 3, 4], []]
 
 
-@pytest.mark.parametrize("sizes", [[2, 2], [5], [6, -1], [2, 2, 1]])
-def test_sizes_that_do_not_fit_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(InputError, match="size"):
-        scatter(torch.zeros(5), "2xcpu", sizes=sizes)
-
-
 def test_tensors_of_different_sizes_are_refused_with_both_sizes() -> None:
     with pytest.raises(
         InputError, match=r"different sizes along dimension 0 \(shapes \(6, 2\) and \(4,\)\)"

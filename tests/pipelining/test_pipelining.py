@@ -727,10 +727,7 @@ def test_what_changes_for_a_person_is_said_at_the_start(tmp_path, capsys) -> Non
     train(KINDS["BatchNorm"][0], strategy=PP(microbatches=12), devices="2xcpu", folder=tmp_path)
     said = capsys.readouterr().out
     assert "batches of 8, in 8 micro-batches" in said
-    assert (
-        "note: BatchNorm normalizes over each micro-batch, as single with accumulate=12 does"
-        in said
-    )
+    assert "note: BatchNorm normalizes over each micro-batch, not over the global batch" in said
     assert "note: batches of 8 samples are 8 micro-batches, not 12" in said
 
 

@@ -358,17 +358,17 @@ def track(number: int, wall: float, **spent: float) -> Track:
 
 
 def test_waiting_is_what_communicating_takes_longer_than_on_the_last_rank_to_come() -> None:
-    first, second = times_of([track(0, 6.0, sum=3.0), track(1, 6.0, sum=1.0)])
-    assert (first.kinds["waiting"], first.kinds["communicating"]) == (2.0, 1.0)
-    assert (second.kinds["waiting"], second.kinds["communicating"]) == (0.0, 1.0)
-    assert first.kinds["other"] == 6.0 - 1.0 - 3.0
-    assert first.phases == {"backward": 1.0, "sum": 1.0, "sum: waiting": 2.0}
+    first, second = times_of([track(0, 6.0, sum=3.0), track(1, 6.0, sum=1.0)], "rank")
+    assert (first["seconds"]["waiting"], first["seconds"]["communicating"]) == (2.0, 1.0)
+    assert (second["seconds"]["waiting"], second["seconds"]["communicating"]) == (0.0, 1.0)
+    assert first["seconds"]["other"] == 6.0 - 1.0 - 3.0
+    assert first["phases"] == {"backward": 1.0, "sum": 1.0, "sum: waiting": 2.0}
 
 
 def test_a_rank_that_takes_no_part_lets_nobody_wait() -> None:
-    first, second = times_of([track(0, 6.0, sum=3.0), track(1, 6.0)])
-    assert (first.kinds["waiting"], first.kinds["communicating"]) == (0.0, 3.0)
-    assert second.kinds["communicating"] == second.kinds["waiting"] == 0.0
+    first, second = times_of([track(0, 6.0, sum=3.0), track(1, 6.0)], "rank")
+    assert (first["seconds"]["waiting"], first["seconds"]["communicating"]) == (0.0, 3.0)
+    assert second["seconds"]["communicating"] == second["seconds"]["waiting"] == 0.0
 
 
 def a_summary(ranks: int) -> dict[str, Any]:

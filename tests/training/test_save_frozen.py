@@ -107,23 +107,16 @@ class Unfreezes(Callback):
         if self.writes == "in place":
             with torch.no_grad():
                 p.add_(1.0)
-        elif self.writes:
-            p.data = p.data + 1.0
         else:
-            p.requires_grad_()
+            p.data = p.data + 1.0
 
 
-@pytest.mark.parametrize(
-    ("writes", "what"),
-    [("in place", "has other values"), ("data", "has other values"), ("", "is trained")],
-)
-def test_what_does_not_stay_as_it_was_built_would_be_lost(
-    writes: str, what: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("writes", ["in place", "data"])
+def test_what_does_not_stay_as_it_was_built_would_be_lost(writes: str, tmp_path: Path) -> None:
     """Found by trial: what was written to the data of a parameter was not seen."""
     with pytest.raises(
         RunError,
-        match=f'save_frozen: "0.bias" was frozen when the training began, .* and {what} now',
+        match=r'save_frozen: "0.bias" was frozen when the training began, .* has other values now',
     ):
         trained(job(Unfreezes(writes)), tmp_path)
 

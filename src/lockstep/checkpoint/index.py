@@ -15,7 +15,6 @@ from safetensors import safe_open
 
 from lockstep.checkpoint.checksummed_file import sha256_of
 from lockstep.errors import FolderError, first_line
-from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.new_file import opened_new
 from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded
@@ -24,40 +23,25 @@ INDEX = "index.json"
 _FORMAT = 1
 
 
-Piece = tuple[int, int, int | None]
-"""The number of a file, the first row of a tensor in it, and the row after the last one; None for
-the whole tensor, which may have no rows.
-"""
-
-
-def pieces_of(tensor: torch.Tensor | RowShard) -> list[Piece]:
-    """Assign a tensor to files: the rows of each rank to its own, any other to the first rank's."""
-    if not isinstance(tensor, RowShard):
-        return [(0, 0, None)]
-    found: list[Piece] = []
-    end = 0
-    for part, size in enumerate(tensor.sizes):
-        start = end
-        end += size
-        if size:
-            found.append((part, start, end))
-    return found
-
-
 def part_name(part: int, parts: int) -> str:
     """Return the name of a rank's file."""
     return f"rank-{part}-of-{parts}.safetensors"
 
 
 def table_of(tensors: Mapping[str, torch.Tensor | RowShard]) -> dict[str, Any]:
-    """Return type, global shape and rows of each tensor, by name."""
+    """Return the global shape of each tensor, by name, and which file has the rows from which on.
+
+    Each rank's rows are in its own file, any other tensor is in the first rank's.
+    """
     table = {}
     for name, tensor in tensors.items():
         rows = []
-        for part, start, end in pieces_of(tensor):
-            rows.append({"part": part, "start": start, "end": end})
-        kind = SAFETENSORS_TYPES[tensor.dtype]
-        table[name] = {"dtype": kind, "shape": list(tensor.shape), "rows": rows}
+        start = 0
+        for part, size in enumerate(tensor.sizes if isinstance(tensor, RowShard) else [1]):
+            if size:
+                rows.append({"part": part, "start": start})
+            start += size
+        table[name] = {"shape": list(tensor.shape), "rows": rows}
     return table
 
 

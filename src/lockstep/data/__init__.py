@@ -23,7 +23,7 @@ from lockstep.data.loader_workers import default_workers
 from lockstep.data.order import permutation
 from lockstep.data.shares import Batch, Part, mixed
 from lockstep.data.source import is_stream, resolve, resolve_sets
-from lockstep.data.stream import StreamLoader, stream_notes
+from lockstep.data.stream import StreamLoader
 
 __all__ = [
     "AnyLoader",
@@ -40,5 +40,4 @@ __all__ = [
     "permutation",
     "resolve",
     "resolve_sets",
-    "stream_notes",
 ]

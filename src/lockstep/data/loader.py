@@ -94,15 +94,8 @@ class AnyLoader(ABC):
         name: str | None = None,
     ) -> None:
         self._cutting = Cutting(batch_size, accumulate, rank, world_size, shares)
-        for setting, function in (("order", order), ("batches", batches)):
-            if function is not None and not callable(function):
-                kind = type(function).__name__
-                raise JobError(f"{setting}: a function of the epoch is expected, not a {kind}")
         if order is not None and batches is not None:
             raise JobError("order: batches gives the order of samples, too: leave order out")
-
-        if workers is not None and workers < 0:
-            raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
 
         self._name = name or ("eval_data" if evaluation else "train_data")
         self._dataset = dataset

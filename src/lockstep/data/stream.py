@@ -37,26 +37,6 @@ stream's state after it.
 """
 
 
-def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
-    """Yield what a person has to know who trains on a stream, a line each.
-
-    Args:
-        shuffle: whether the order is to be drawn.
-        meets: whether the ranks would not wait for one another otherwise.
-    """
-    if shuffle:
-        yield (
-            "train_data is a stream, which isn't shuffled: its order is the same on every rank "
-            "(shuffle=False omits this note)"
-        )
-
-    if meets:
-        yield (
-            "train_data is a stream: before each step the ranks wait for one another and compare "
-            "what they read; a dataset with __getitem__ and __len__ avoids this wait"
-        )
-
-
 class StreamLoader(AnyLoader):
     """The loader of a stream. Where there are several ranks they go through it together: each batch
     is compared.

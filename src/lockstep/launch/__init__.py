@@ -141,23 +141,27 @@ def here(devices: Devices = "auto", devices_per_rank: int = 1) -> World | None:
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _OTHER_STARTERS = {
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
-    "MPI": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
-    "SLURM": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_SIZE",
+    ),
+    "MPI": ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
+    "SLURM": (
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_NTASKS",
+    ),
 }
-"""By what starts processes, the variables of the rank, of that on its node, and of their number
-(the first set).
+"""By what starts processes, the variables of the rank, of that on its node, of the number of
+processes on the node, and of all (the first set).
 
 What mpirun starts within a SLURM job has SLURM's variables too, of another process; so SLURM is the
 last.
 """
-
-_LOCAL_SIZES = {
-    "Open MPI": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MVAPICH": "MV2_COMM_WORLD_LOCAL_SIZE",
-    "MPI": "MPI_LOCALNRANKS",
-}
 
 
 def started_as_rank() -> bool:
@@ -183,7 +187,7 @@ def started_as_rank() -> bool:
             "train in this process alone, unset RANK"
         )
     refused = ""
-    for starter, (rank, local_rank, *sizes) in _OTHER_STARTERS.items():
+    for starter, (rank, local_rank, local_size, *sizes) in _OTHER_STARTERS.items():
         size = next((name for name in sizes if name in os.environ), None)
         if rank not in os.environ or size is None or int(os.environ[size]) == 1:
             continue
@@ -192,9 +196,11 @@ def started_as_rank() -> bool:
         ]
         if not missing:
             names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
-            os.environ.update(
-                {name: os.environ[its] for name, its in names.items()} | _on_nodes(starter)
-            )
+            if local_size in os.environ:
+                names["LOCAL_WORLD_SIZE"] = local_size
+            for name, its in names.items():
+                # SLURM writes "2(x3)": 2 processes on each of three nodes.
+                os.environ[name] = re.split(r"\D", os.environ[its])[0]
             return True
         refused = (
             f"{starter} has started this process as one of {os.environ[size]} ({rank}, {size}), "
@@ -206,24 +212,6 @@ def started_as_rank() -> bool:
     if refused:
         raise DeviceError(refused)
     return False
-
-
-def _on_nodes(starter: str) -> dict[str, str]:
-    """Torchrun's variables of how many processes this node has, and which it is of the nodes, as
-    far as SLURM or MPI tells.
-    """
-    tasks, node = os.environ.get("SLURM_STEP_TASKS_PER_NODE"), os.environ.get("SLURM_NODEID")
-    if starter == "SLURM" and tasks is not None and node is not None:
-        # "2(x3),1": 2 on each of three nodes, 1 on the fourth
-        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-        counts = [count for count, times in groups for _ in range(int(times or 1))]
-        return {
-            "LOCAL_WORLD_SIZE": counts[int(node)],
-            "GROUP_RANK": node,
-            "GROUP_WORLD_SIZE": str(len(counts)),
-        }
-    local_size = os.environ.get(_LOCAL_SIZES.get(starter, ""))
-    return {} if local_size is None else {"LOCAL_WORLD_SIZE": local_size}
 
 
 def _has_group() -> bool:

@@ -54,9 +54,7 @@ def place() -> World:
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     )
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    node = int(os.environ.get("GROUP_RANK", rank // local_size))
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", size // local_size))
-    return World(rank, size, (), local_rank, local_size, node, nodes)
+    return World(rank, size, (), local_rank, local_size)
 
 
 @functools.cache
@@ -65,9 +63,8 @@ def _place_in_group() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     hosts: list[Any] = [None] * size
     dist.all_gather_object(hosts, socket.gethostname())
-    nodes = list(dict.fromkeys(hosts))
     here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
-    return World(rank, size, (), here.index(rank), len(here), nodes.index(hosts[rank]), len(nodes))
+    return World(rank, size, (), here.index(rank), len(here))
 
 
 def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Device, ...]:
@@ -90,9 +87,10 @@ def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Dev
             return chosen[:1]
         of = f" with {each} devices each" if each > 1 else ""
         most = len(chosen) // each
+        fewer = f"start {most} (torchrun --nproc-per-node {most}), or " if most else ""
         raise DeviceError(
             f"{here.local_size} processes{of} were started for {counted(len(chosen), 'device')} "
-            f"here: start {most} (torchrun --nproc-per-node {most}), or name {wanted} devices"
+            f"here: {fewer}name {wanted} devices"
         )
     return chosen[here.local_rank * each : (here.local_rank + 1) * each]
 
@@ -136,7 +134,7 @@ def read_by_first(read: Callable[[], T]) -> T:
         except LockstepError as error:
             value = error
     if not dist.is_initialized():
-        _choose_interface(here.nodes)
+        _choose_interface(here)
     store = _store(1800.0)
     store.set(f"read/{here.rank}", cloudpickle.dumps(value))
     # Rank 0, whose process may serve the store, waits until all have it.
@@ -153,8 +151,8 @@ def _sees_only_its_own() -> bool:
 
     Under torchrun all processes of a node see the same ones, so there one for several is a mistake.
     """
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return len(seen) == 1 and seen != [""] and "TORCHELASTIC_RUN_ID" not in os.environ
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ","
+    return "," not in seen and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def restarts() -> int:
@@ -214,11 +212,11 @@ def _join(world: World, timeout: float = 1800.0) -> None:
     if dist.is_initialized():
         group.adopt(world)
     else:
-        _choose_interface(world.nodes)
+        _choose_interface(world)
         group.join(world, _store(timeout), timeout)
 
 
-def _choose_interface(nodes: int) -> None:
+def _choose_interface(world: World) -> None:
     """Let gloo and NCCL of several nodes use the interface on the route to the rendezvous address
     (Linux).
 
@@ -232,7 +230,7 @@ def _choose_interface(nodes: int) -> None:
     names = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
     is_chosen = any(name in os.environ for name in names)
     master = os.environ.get("MASTER_ADDR")
-    if nodes == 1 or master is None or is_chosen or sys.platform != "linux":
+    if world.size == world.local_size or master is None or is_chosen or sys.platform != "linux":
         return
     try:
         own = _address_towards(master)
@@ -240,11 +238,9 @@ def _choose_interface(nodes: int) -> None:
         return
     if ipaddress.ip_address(own).is_loopback:
         raise DeviceError(
-            f"MASTER_ADDR {master} is a loopback address here, which the other {nodes - 1} of "
-            f"{nodes} nodes can't "
-            "reach: give the first node's address in their network (torchrun --master-addr, or "
-            "--local-addr on each "
-            "node), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface there"
+            f"MASTER_ADDR {master} is a loopback address here, which other nodes can't reach: give "
+            "the first node's address in their network (torchrun --master-addr, or --local-addr on "
+            "each node), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface there"
         )
     interface = _interfaces().get(own)
     if interface is not None:

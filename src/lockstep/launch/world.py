@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -24,12 +24,14 @@ from lockstep.launch import cores as _cores
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
 from lockstep.launch.observer import Observer, phase
-from lockstep.launch.processes.rank_agreement import agree
 from lockstep.run import stop_request
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
+END_OF_CALLBACKS = "the end of callbacks"
+"""What ranks meet at that have no call of a callback's to make."""
 
 COLLECTIVES: set[str] = set()
 """Names of the methods of World in which ranks wait for one another."""
@@ -86,8 +88,6 @@ class World:
             all of them where ``size`` is 1.
         local_rank: the number of this process on its node.
         local_size: how many processes this node has.
-        node: the number of this machine, from 0.
-        nodes: how many machines there are.
         backend: the process group's backend (``"gloo"``, ``"nccl"``), or None without a group.
         step: the step this process is in, for the heads of error messages; 0 before the first.
         folder: where this run keeps its files, or None.
@@ -112,8 +112,6 @@ class World:
     devices: tuple[Device, ...] = ()
     local_rank: int = 0
     local_size: int = 1
-    node: int = 0
-    nodes: int = 1
     backend: str | None = None
     step: int = 0
     folder: str | None = None
@@ -188,13 +186,6 @@ class World:
         return tensor
 
     @_collective
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Overwrite ``tensor`` on every rank with that of rank ``source``, and give it back."""
-        if self.size > 1:
-            dist.broadcast(tensor, source)
-        return tensor
-
-    @_collective
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Return the object that rank ``source`` gave; the others' are ignored."""
         if self.size == 1:
@@ -241,7 +232,8 @@ class World:
         return self.step if self._board is None else self._board[rank]
 
     def meet(self, what: str, *, waits: float = 30.0, together: bool = True) -> None:
-        """Wait until every rank has called this with the same words.
+        """Wait until every rank has called this with the same words, by the store of the process
+        group.
 
         It is for what a person calls, perhaps on one rank only: a collective that some ranks don't
         come to would end the process, or be taken for another one.
@@ -252,17 +244,41 @@ class World:
             together: the ranks are in the same step, so that one that has gone further won't come.
 
         Raises:
-            InputError: another rank hasn't called it, or with other words.
+            InputError: another rank hasn't called it, or with other words. The message is the same
+                on all ranks, since any may be the first to fail.
         """
         if self.size == 1:
             return
         self._meetings += 1
-        name = f"lockstep/meeting-{self._meetings}"
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"lockstep/meeting-{self._meetings}/{number}" for number in range(self.size)]
 
-        def is_gone(rank: int) -> bool:
-            return together and self.step_of(rank) > self.step_of(self.rank)
+        def missing(ranks: Iterable[int]) -> list[int]:
+            return [number for number in ranks if not store.check([keys[number]])]
 
-        agree(what, name, self.rank, self.size, waits, is_gone)
+        store.set(keys[self.rank], what)
+        end = time.monotonic() + waits
+        while late := missing(range(self.size)):
+            gone = []
+            if together:
+                ahead = [
+                    number for number in late if self.step_of(number) > self.step_of(self.rank)
+                ]
+                # asked again, since it may have come, and gone on, meanwhile
+                gone = missing(ahead)
+            if gone or time.monotonic() > end:
+                ranks = gone or late
+                named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                text = f"{what} must happen on every rank, but {named} continued without it"
+                raise InputError(text)
+            time.sleep(1e-3)
+
+        calls = [store.get(key).decode() for key in keys]
+        if len(set(calls)) > 1:
+            call = next(one for one in calls if one != END_OF_CALLBACKS)
+            other = next(number for number, one in enumerate(calls) if one != call)
+            text = f"{call} must happen on every rank, but rank {other} reached {calls[other]}"
+            raise InputError(text)
 
     @property
     def exchange_device(self) -> torch.device:

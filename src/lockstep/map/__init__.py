@@ -32,7 +32,7 @@ def map(
     reduce: Callable[[Any, Any], Any] | tuple[Callable[[Any, Any], Any], Any] | None = None,
     *,
     collate: Callable[[list[Any]], Any] | None = None,
-    seed: int | None = 0,
+    seed: int = 0,
 ) -> Any:
     """``fn(item)`` for each item, in order, as an iterator::
 
@@ -71,8 +71,7 @@ def map(
             iterator: in the order of the items, here, so that it is the same each time. A pair is
             such a function and the value to start with.
         collate: puts a module's items together; None is PyTorch's default.
-        seed: None leaves the generators alone, which saves a function 7 us an item; processes begin
-            theirs by chance.
+        seed: of all that is drawn.
 
     Raises:
         InputError: what was asked for can't be done, the function or an item can't be sent (the
@@ -85,6 +84,7 @@ def map(
     if not callable(fn):
         raise InputError(f"map: a function or a module is expected first, not {type(fn).__name__}")
     batch_size = checked("batch_size", batch_size, int | None)
+    seed = checked("seed", seed, int)
     try:
         drawn = iter(items)
     except TypeError as error:
@@ -115,29 +115,14 @@ def map(
 
 
 def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
-    """Return the devices of a map; only this process's own in a worker or a rank.
-
-    Raises:
-        InputError: there are several, and this is a worker or a rank already.
-    """
+    """Return the devices of a map; only this process's own in a training or another map."""
     from lockstep.launch import devices as _devices
     from lockstep.launch import started_as_rank, started_ranks
     from lockstep.launch import world as _world
-    from lockstep.map import map_worker
 
-    is_auto = wanted is None or wanted == "auto"
     world = _world.current()
-    own = map_worker.own_device
-    what = "a process of a map"
-    if own is None and world is not None and world.size > 1:
-        own, what = world.device, f"rank {world.rank}"
-    if own is not None:
-        if not is_auto and len(_devices.parse(wanted)) > 1:
-            raise InputError(
-                f"devices: this process is {what} already, and has {own} only: leave devices out"
-            )
-        return (own,)
-
+    if world is not None:
+        return (world.device,)
     if started_as_rank() and started_ranks.place().size > 1:
         return started_ranks.devices_of_this_rank(_devices.parse(wanted))
     return _devices.parse(wanted) if is_module else _devices.parse_several(wanted)

@@ -5,7 +5,6 @@ belong to the item.
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -45,20 +44,19 @@ class Call:
     Args:
         fn: the person's.
         batch: items that it takes as a list, and gives a list of results of; None: one, by itself.
-        seed: of the random numbers, which follow the index of the (first) item; None leaves the
-            generators alone.
+        seed: of the random numbers, which follow the index of the (first) item.
 
     Attributes:
         size: how many items a call takes.
     """
 
-    def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int | None) -> None:
+    def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int) -> None:
         self.fn = fn
         self.batch = batch
         self.seed = seed
         self.size = batch or 1
         # What is the same for all items is mixed once: it is a part of what small items cost.
-        self._stream = 0 if seed is None else absorbed(0, seed, MAP)
+        self._stream = absorbed(0, seed, MAP)
 
     def __call__(self, items: list[Any], index: int, on_accelerator: bool = False) -> list[Any]:
         """Return the results of one call: that of an item, or those of a batch.
@@ -66,31 +64,19 @@ class Call:
         Raises:
             InputError: it gave not one result for each item of a batch.
         """
-        if self.seed is not None:
-            key = absorbed(self._stream, index) >> 1  # mixed(seed, MAP, index)
-            if on_accelerator:
-                torch.manual_seed(key)
-            seed_all(key)
+        key = absorbed(self._stream, index) >> 1  # mixed(seed, MAP, index)
+        if on_accelerator:
+            torch.manual_seed(key)
+        seed_all(key)
         if self.batch is None:
             return [self.fn(items[0])]
 
-        given = self.fn(items)
-        try:
-            results = list(given)
-        except TypeError:
-            what = type(given).__name__
-            raise InputError(
-                f"with batch_size the function should give a list, and gave: {what}"
-            ) from None
+        results = list(self.fn(items))
         if len(results) != len(items):
             raise InputError(
                 f"with batch_size the function gave {len(results)} results for {len(items)} items"
             )
         return results
-
-
-own_device: Device | None = None
-"""That of this process, where it is a worker."""
 
 
 def serve(
@@ -99,25 +85,19 @@ def serve(
     blocks: tuple[int, ...],
     function: Callable[..., Any],
     batch: int | None,
-    seed: int | None,
+    seed: int,
 ) -> None:
     """Work on chunks until there are no more."""
-    global own_device
-    own_device = world.device
     call = Call(function, batch, seed)
-    if seed is None:  # else forks of one process would all draw the same
-        key = int.from_bytes(os.urandom(8), "little") >> 1
-        torch.manual_seed(key)
-        seed_all(key)
     for block in itertools.cycle(blocks):
         head = channel.next()
         if not head:
             return
         first, count = pickle.loads(head)
-        channel.send(EVENT, _reply(call, first, count, block))
+        channel.send(EVENT, _reply(call, first, count, block, world.device))
 
 
-def _reply(call: Call, first: int, count: int, block: int) -> Reply:
+def _reply(call: Call, first: int, count: int, block: int, device: Device) -> Reply:
     """Compute the results of a chunk, and put them in place of the items.
 
     Args:
@@ -125,9 +105,9 @@ def _reply(call: Call, first: int, count: int, block: int) -> Reply:
         first: the index of the first item.
         count: how many items there are.
         block: where they are.
+        device: of this process.
     """
     index = first
-    on_accelerator = own_device is not None and not own_device.is_slot
     results: list[Any] = []
     failure = None
     began = time.perf_counter()
@@ -136,7 +116,7 @@ def _reply(call: Call, first: int, count: int, block: int) -> Reply:
         for start in range(0, count, call.size):
             index = first + start
             group = items[start : start + call.size]
-            results += call(group, index, on_accelerator)
+            results += call(group, index, not device.is_slot)
     except BaseException as error:
         failure = Failure.of(error, began, 0, index)
     torch.clear_autocast_cache()  # the modes stay entered for as long as the worker lives

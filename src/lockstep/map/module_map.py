@@ -47,7 +47,7 @@ def mapped(
     devices: tuple[Device, ...],
     batch_size: int | None,
     collate: Callable[[list[Any]], Any] | None,
-    seed: int | None,
+    seed: int,
 ) -> Iterator[Any]:
     """Return the outputs for each item, in order, on the CPU.
 
@@ -57,8 +57,7 @@ def mapped(
         devices: where it runs.
         batch_size: items of a batch.
         collate: makes a batch of a list of items; None is PyTorch's default.
-        seed: of what the module draws, which follows the index of a batch's first item; None leaves
-            generators alone.
+        seed: of what the module draws, which follows the index of a batch's first item.
 
     Raises:
         InputError: the module can't be replicated; items can't be put together; outputs without a
@@ -121,16 +120,12 @@ def _results(batch: _Batch, *, is_row: bool) -> list[Any]:
     return _rows(outputs, batch.size, "") if is_row else [outputs]
 
 
-def _outputs(replica: nn.Module, inputs: Any, device: Device, seed: int | None, index: int) -> Any:
+def _outputs(replica: nn.Module, inputs: Any, device: Device, seed: int, index: int) -> Any:
     """In the device's thread: the outputs, on the CPU."""
-    generator = None
-    if seed is not None:
-        key = mixed(seed, MAP, index)
-        generator = torch.Generator().manual_seed(key)
-        if not device.is_slot:
-            seed_on(device.torch, key)
-
-    with torch.no_grad(), stream(generator):
+    key = mixed(seed, MAP, index)
+    if not device.is_slot:
+        seed_on(device.torch, key)
+    with torch.no_grad(), stream(torch.Generator().manual_seed(key)):
         if device.is_slot:
             return call(replica, inputs)
         outputs = call(replica, to_device(inputs, device.torch))

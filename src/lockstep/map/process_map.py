@@ -18,8 +18,8 @@ megabytes: the hand-over of a chunk costs a fraction of a millisecond.
 ``concurrent.futures.ProcessPoolExecutor`` doesn't do here: it imports the person's script again in
 each process, leaves the workers running when the caller is killed, and doesn't tell which of them
 died, of what, and at which items. Chunks of the same sizes over two of its processes took 1.0 to
-0.9 of the time here for functions of 0.1 ms, less than half of the time for functions of 0.1 us,
-and twice the time for tensors of 256 KB, which go through pipes there.
+0.9 of the time here for functions of 0.1 ms, and twice the time for tensors of 256 KB, which go
+through pipes there.
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ class _Pace:
 
 
 def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
-    """Compute the results in the caller's process; its random generators stay where they are if
-    there is a seed.
-    """
+    """Compute the results in the caller's process, whose random generators stay where they are."""
     for index in itertools.count(0, call.size):
         drawn = itertools.islice(items, call.size)
         # A generator may write its next item into the same memory.
@@ -118,9 +116,8 @@ def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[An
         if not group:
             return
 
-        keeping = contextlib.nullcontext() if call.seed is None else kept_states()
         try:
-            with occupied(device), keeping:
+            with occupied(device), kept_states():
                 results = call(group, index, not device.is_slot)
         except Exception as error:
             message = f"item {index} failed on {device}: {reason(error)}"

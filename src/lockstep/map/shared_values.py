@@ -9,18 +9,14 @@ reader's own.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from torch import nn
-
-from lockstep.tensors.pytree import CONSTANTS
 
 _KEPT = 16 << 20
 """Bytes of a block that are kept for the next values, however small these are."""
@@ -71,15 +67,15 @@ def pack(values: Iterable[Any], block: int) -> Packed:
     with open(block, "wb", closefd=False) as target:
         target.seek(0)
         pickler = _Pickler(target, protocol=5)
-        for together in _grouped(values):
+        for value in values:
             try:
-                pickler.dump(together)
+                pickler.dump(value)
             except Exception as problem:
                 error = problem
-                kind = type(together[0]).__qualname__
+                kind = type(value).__qualname__
                 break
             pickler.clear_memo()
-            count += len(together)
+            count += 1
         size = target.tell()
 
     if os.fstat(block).st_size > max(_KEPT, 4 * size):
@@ -87,62 +83,27 @@ def pack(values: Iterable[Any], block: int) -> Packed:
     return Packed(count, size, error, kind)
 
 
-def _grouped(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the values in lists; each list is one pickle.
-
-    Numbers and strings that follow one another are in one list, since a pickle for each would take
-    most of the time of a quick map. Any other value has its own: a generator may write its next
-    item into the same memory.
-    """
-    for is_constant, run in itertools.groupby(values, _is_constant):
-        if is_constant:
-            yield list(run)
-        else:
-            for value in run:
-                yield [value]
-
-
-def _is_constant(value: object) -> bool:
-    return type(value) in CONSTANTS
-
-
 def unpack(block: int, count: int) -> list[Any]:
     """Read the first values that ``pack`` wrote; the block is free again afterwards."""
-    values: list[Any] = []
     with open(block, "rb", closefd=False) as file:
         file.seek(0)
-        while len(values) < count:
-            values += pickle.load(file)
-    return values
+        return [pickle.load(file) for _ in range(count)]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def reducer_override(self, obj: Any) -> Any:
         """Reduce a tensor to its numbers; one that has more than these goes as PyTorch pickles it."""
-        if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout != torch.strided:
+        if type(obj) is not torch.Tensor or obj.layout != torch.strided:
             return super().reducer_override(obj)
-        if obj.is_quantized or obj.is_meta or nn.parameter.is_lazy(obj) or obj.__dict__:
+        if obj.is_quantized or obj.is_meta or obj.__dict__:
             return super().reducer_override(obj)
-        flat = obj.detach().cpu().resolve_conj().resolve_neg()
-        if torch.empty_like(flat).stride() != flat.stride():  # it has gaps, or overlaps
-            flat = flat.contiguous()
-        numbers = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
+        plain = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        buffer = pickle.PickleBuffer(plain.view(-1).view(torch.uint8).numpy().data)
         learns = obj.requires_grad and obj.is_leaf
-        shape = tuple(flat.shape)
-        buffer = pickle.PickleBuffer(numbers)
-        return _rebuilt, (buffer, flat.dtype, shape, flat.stride(), type(obj), learns)
+        return _rebuilt, (buffer, plain.dtype, plain.shape, learns)
 
 
-def _rebuilt(
-    data: Any,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    kind: type,
-    learns: bool,
-) -> torch.Tensor:
-    if 0 in shape:
-        made = torch.empty_strided(shape, stride, dtype=dtype)
-    else:
-        made = torch.frombuffer(data, dtype=dtype).as_strided(shape, stride)
-    return nn.Parameter(made, learns) if kind is nn.Parameter else made.requires_grad_(learns)
+def _rebuilt(data: Any, dtype: torch.dtype, shape: torch.Size, learns: bool) -> torch.Tensor:
+    # Nothing can be made from a buffer of no bytes.
+    made = torch.frombuffer(data, dtype=dtype) if shape.numel() else torch.empty(0, dtype=dtype)
+    return made.view(shape).requires_grad_(learns)

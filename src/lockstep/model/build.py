@@ -26,7 +26,7 @@ from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.precision import convert_model
 from lockstep.recipe import Recipe
 from lockstep.run.events import Line
-from lockstep.tensors.common_memory import common_memory_unmoved, in_common_memory, tensors_of
+from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import is_lazy
@@ -58,6 +58,7 @@ def build_model(job: Recipe, world: World, *, place: bool = True) -> nn.Module:
         )
     _refuse_lazy(model)
     _expand_buffers(model)
+    refuse_common_memory(model)
     convert_model(model, job.precision)  # before the weights of init, which may be float64 too
     if job.init is not None:
         _take_initial_weights(model, job, world)
@@ -66,8 +67,7 @@ def build_model(job: Recipe, world: World, *, place: bool = True) -> nn.Module:
     if job.activation_checkpointing is not None:
         _checkpoint(model, job, world)
     if job.channels_last:
-        with common_memory_unmoved(model):
-            _lay_out(model)
+        _lay_out(model)
     if place and not world.device.is_slot:
         place_module(model, world.device.torch)
     return model
@@ -176,11 +176,9 @@ def trained_model(job: Recipe, weights: Path) -> nn.Module:
     """
     with seeded(job.seed):
         model: nn.Module = as_module(job.model())
-    # The function may give the same module, or parts of it, each time. Copies of parameters in
-    # common memory would have memory of their own.
-    if not in_common_memory(tensors_of(model)):
-        with contextlib.suppress(Exception):  # it holds what can't be copied
-            model = copy.deepcopy(model)
+    # The function may give the same module, or parts of it, each time.
+    with contextlib.suppress(Exception):  # it holds what can't be copied
+        model = copy.deepcopy(model)
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model

@@ -8,13 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.run.events import Caveat
-
-PARAMETER_HOOKS = Caveat(
-    "hook",
-    "hooks on parameters get the gradient of a local batch, before it is summed and weighted",
-)
-
 
 def hooked_parameters(model: nn.Module) -> list[str]:
     """Find the names of parameters with a hook on the gradient, of either kind."""

@@ -17,17 +17,14 @@ fp16  the same with float16, and a scaled loss, so that small gradients are not 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import nn
 
-from lockstep.errors import JobError, first_line
 from lockstep.launch.processes.modes import flags, set_flags
 from lockstep.launch.world import World
-from lockstep.tensors.common_memory import common_memory_unmoved
 
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
@@ -74,9 +71,6 @@ class Precision:
     Attributes:
         whole: the dtype that floating inputs are converted to, or None.
         scaler: scales the loss under fp16, else None.
-
-    Raises:
-        JobError: devices of that type can't compute in that format.
     """
 
     def __init__(self, name: PrecisionName | None, world: World) -> None:
@@ -84,7 +78,6 @@ class Precision:
         self._mixed = _MIXED.get(name or "")
         self._device_type = world.device.type
         self.scaler: torch.amp.GradScaler | None = None
-        self._try(name)
         if name == "tf32" and self._device_type in ROUNDING:
             world.at_end.enter_context(rounded_products())
         if name == "fp16":
@@ -98,42 +91,11 @@ class Precision:
             return _NOTHING
         return torch.autocast(self._device_type, dtype=self._mixed)
 
-    def _try(self, name: PrecisionName | None) -> None:
-        """Multiply two numbers in that format.
-
-        A device that can't may raise, or log a warning and compute in another format.
-        """
-        if self._mixed is None:
-            return
-        refusal = f"precision: {name} doesn't work on {self._device_type} here"
-        try:
-            with warnings.catch_warnings(), self.autocast():
-                warnings.simplefilter("error")
-                one = torch.ones(1, 1, device=self._device_type, dtype=torch.float32)
-                found = (one @ one).dtype
-        except (RuntimeError, Warning) as error:
-            raise JobError(f"{refusal}: {first_line(error)}") from error
-        if found is not self._mixed:
-            raise JobError(f"{refusal}, which computed in {found}")
-
 
 def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
-    """Convert parameters and buffers to the dtype that they are kept in.
-
-    Raises:
-        JobError: fp16 with complex parameters, whose gradients PyTorch can't scale.
-    """
-    if name is None:
-        return
-    for parameter_name, p in model.named_parameters():
-        if name == "fp16" and p.is_complex():
-            raise JobError(
-                f"precision: \"{parameter_name}\" is complex, and fp16's loss scaling doesn't "
-                "support complex numbers: take bf16"
-            )
-    with common_memory_unmoved(model):
-        if name == "fp64":
-            model.double()
-            model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)  # type: ignore[no-untyped-call]
-        else:
-            model.float()
+    """Convert parameters and buffers to the dtype that they are kept in."""
+    if name == "fp64":
+        model.double()
+        model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)  # type: ignore[no-untyped-call]
+    elif name is not None:
+        model.float()

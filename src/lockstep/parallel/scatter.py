@@ -57,9 +57,8 @@ def scatter(
         device used.
 
     Raises:
-        InputError: tensors whose sizes along ``dim`` differ, an empty batch, ``sizes`` that don't
-            add up; sparse or nested tensors, or a call inside a transform of ``torch.func``, for
-            several devices.
+        InputError: tensors whose sizes along ``dim`` differ, an empty batch; sparse or nested
+            tensors, or a call inside a transform of ``torch.func``, for several devices.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
@@ -75,8 +74,6 @@ def scatter_kwargs(
     kwargs: Mapping[str, Any] | None,
     target_gpus: Devices,
     dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """Cut positional and keyword arguments together: as many of the one as of the other come out.
 
@@ -88,7 +85,7 @@ def scatter_kwargs(
     if not inputs and not given:
         return (), ()
     places = parse(target_gpus)
-    both = _shares((tuple(inputs), given), places, dim, sizes)
+    both = _shares((tuple(inputs), given), places, dim)
     args, named = zip(*both, strict=True)
     return args, named
 
@@ -125,7 +122,7 @@ def _shares(
     inputs: Any,
     places: tuple[Device, ...],
     dim: int,
-    sizes: Sequence[int] | None,
+    sizes: Sequence[int] | None = None,
 ) -> list[Any]:
     if len(places) > 1:
         refuse_uncuttable(inputs)
@@ -139,10 +136,6 @@ def _shares(
 
     if sizes is None:
         sizes = chunk_sizes(total, len(places))
-    elif len(sizes) != len(places):
-        raise InputError(f"{len(sizes)} sizes for {len(places)} devices: give one size for each")
-    if sum(sizes) != total or min(sizes) < 0:
-        raise InputError(f"sizes {list(sizes)} don't add up to the {total} along dimension {dim}")
     return _cut(inputs, homes[: len(sizes)], dim, list(sizes))
 
 

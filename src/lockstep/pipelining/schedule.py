@@ -82,12 +82,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
     Huang et al., GPipe, 2019, https://arxiv.org/abs/1811.06965
     """
-    schedule: Schedule = []
-    for stage in range(stages):
-        forwards = [Action(stage, "F", number) for number in range(microbatches)]
-        backwards = [Action(stage, "B", number) for number in range(microbatches)]
-        schedule.append(forwards + backwards)
-    return schedule
+    return forwards_first(one_f_one_b(stages, microbatches))
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
+from lockstep.model.compile import refuse_compiled
 from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import modules_around
 from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.transfer import TransferMode
-from lockstep.tensors.common_memory import common_memory_unmoved, tensors_of
+from lockstep.tensors.common_memory import tensors_of
 from lockstep.tensors.placing import place_tensor
 from lockstep.threads import recompute
 
@@ -39,7 +39,7 @@ class StagedModel:
         moves: whether stages are on accelerators that differ.
 
     Raises:
-        StrategyError: a module is compiled by ``torch.compile``, or scripted.
+        StrategyError: a module is compiled by ``torch.compile``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StagedModel:
     ) -> None:
         self._places = [device.torch for device in devices]
         self.moves = len(set(self._places)) > 1
-        _refuse_without_hooks(model)
+        refuse_compiled(model)
         mixed = _mixed(stage_of)
         for name, module in model.named_modules():
             if name in stage_of and name not in mixed:
@@ -58,8 +58,8 @@ class StagedModel:
         if self.moves:
             recompute.install(transfer.later)
             enter = functools.partial(_entering, self._places)
-            model.register_forward_pre_hook(_Hook(enter), prepend=True)
-            model.register_forward_hook(_Hook(_exiting), always_call=True)
+            model.register_forward_pre_hook(enter, prepend=True)
+            model.register_forward_hook(_exiting, always_call=True)
         if not devices[0].is_slot:
             places = {name: self._places[stage] for name, stage in stage_of.items()}
             place_tensors(model, places, self._places[0])
@@ -80,8 +80,8 @@ class StagedModel:
         if self.moves:
             place = self._places[stage]
         arrive = functools.partial(_arriving, stage, place)
-        module.register_forward_pre_hook(_Hook(arrive), with_kwargs=True, prepend=True)
-        module.register_forward_hook(_Hook(_leaving))
+        module.register_forward_pre_hook(arrive, with_kwargs=True, prepend=True)
+        module.register_forward_hook(_leaving)
 
 
 def _mixed(stage_of: Mapping[str, int]) -> set[str]:
@@ -95,24 +95,6 @@ def _mixed(stage_of: Mapping[str, int]) -> set[str]:
             if stage_of.get(outer, stage) != stage:
                 found.add(outer)
     return found
-
-
-def _refuse_without_hooks(model: nn.Module) -> None:
-    """Refuse modules whose hooks nobody calls, or whose calls can't be followed."""
-    for name, module in model.named_modules():
-        which = "the model"
-        if name:
-            which = f'"{name}"'
-        if type(module).__name__ == "OptimizedModule":
-            raise StrategyError(
-                f"{which} was given to torch.compile, which runs a module without its hooks: call "
-                "compile() of the layers in it instead, or take single"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise StrategyError(
-                f"{which} is scripted (torch.jit), so its calls can't be followed: give the "
-                "module before scripting, or take single"
-            )
 
 
 @torch.no_grad()
@@ -129,30 +111,12 @@ def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: to
         if isinstance(module, nn.RNNBase):
             recurrent.append(module)
             module._flat_weight_refs = []  # as ``Module.to`` does
-    with common_memory_unmoved(model):
-        for name, tensor in list(tensors_of(model)):
-            place = places.get(name, rest)
-            if tensor.device != place:
-                place_tensor(tensor, place)
+    for name, tensor in list(tensors_of(model)):
+        place = places.get(name, rest)
+        if tensor.device != place:
+            place_tensor(tensor, place)
     for module in recurrent:
         module._init_flat_weights()  # cuDNN wants its weights in one piece
-
-
-class _Hook:
-    """A hook that isn't copied or pickled with its module: a copy of it does nothing."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*args: Any) -> None:
-    """Do what a copy of a hook does."""
 
 
 def _arriving(

@@ -110,11 +110,7 @@ class TransferMode(TorchFunctionMode):
 
     def nest_moved(self, nest: Any) -> Any:
         """Give what a layer is given, on the stage that computes."""
-
-        def packed_moved(packed: Any) -> Any:
-            return packed.to(self.moved(packed.data).device)
-
-        return each(self.moved, nest, on_packed=packed_moved)
+        return each(self.moved, nest, on_packed=lambda packed: packed)
 
     def __torch_function__(
         self,
@@ -186,12 +182,10 @@ class TransferMode(TorchFunctionMode):
             self.place = written.device
         given = args, dict(kwargs)
         try:
-            moved, named = each(self.moved, given, on_packed=lambda packed: packed)
+            moved: tuple[tuple[Any, ...], Mapping[str, Any]] = self.nest_moved(given)
         finally:
             self.place = stage
-        if func in _SECOND_ON_CPU and isinstance(args[1], Tensor):
-            moved = (moved[0], args[1], *moved[2:])
-        return moved, named
+        return moved
 
 
 def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
@@ -206,7 +200,7 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
         return None
     places = mode._places
     place = mode.place
-    states = {one: state_on(one) for one in set(places) if _has_generator(one)}
+    states = {one: state_on(one) for one in set(places)}
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
@@ -221,12 +215,6 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
 
 
 _one_at_a_time = threading.RLock()
-
-
-def _has_generator(place: torch.device) -> bool:
-    """Return whether PyTorch has random numbers for that type of device."""
-    module = getattr(torch, place.type, None)
-    return hasattr(module, "get_rng_state")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -265,19 +253,6 @@ def _is_in_place(name: str) -> bool:
 _WRITES_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}
 _WRITES_WEIGHT = {F.embedding, F.embedding_bag}
 """With ``max_norm``."""
-_SECOND_ON_CPU = {
-    torch.lstm,
-    torch.gru,
-    torch.rnn_tanh,
-    torch.rnn_relu,
-    torch._pack_padded_sequence,
-    torch._pad_packed_sequence,
-    torch.tensor_split,
-    Tensor.tensor_split,
-}
-"""Functions whose second argument, if it is a tensor, holds lengths or places, which PyTorch
-wants on the CPU.
-"""
 _SETS_DATA = {Tensor.data.__set__}  # type: ignore[attr-defined]
 _ANYWHERE = {
     Tensor.to,

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.errors import InputError
 from lockstep.tensors.pytree import described, named_parts, parts, rebuilt, same_kind
-from lockstep.tensors.rows import holds_samples
+from lockstep.tensors.rows import has_rows, holds_samples
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def form_of(outputs: Any, size: int, name: str = "") -> Any:
     """
     called = name or "outputs"
     if isinstance(outputs, torch.Tensor):
-        if outputs.dim() and outputs.shape[0] == size:
+        if has_rows(outputs, size):
             return Rows(called, tuple(outputs.shape[1:]), outputs.dtype)
         return Left(called, noted=True)
 

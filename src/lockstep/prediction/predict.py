@@ -15,20 +15,15 @@ What the arrays are called and how large they are is known after the first batch
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy
-import torch
-from torch.utils.data import Subset
 
 from lockstep.checkpoint.checksummed_file import write_tensors
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
@@ -277,40 +272,13 @@ class _Prediction:
 
     def _write_all(self) -> None:
         """Write the outputs of all batches."""
-        without_rows = self._names_without_rows()
         batches = self.loader.epoch(0)
         # Under the seed, for models that draw random numbers in evaluation too.
         found = self.step.evaluator.over(batches, self._outputs, self.job.seed)
         for batch, shares in found:
             if batch.index == 0:
-                self._begin(shares, without_rows)
+                self._begin(shares)
             self._write(batch, shares)
-
-    def _names_without_rows(self) -> set[str]:
-        """Return the names of outputs without a row for each sample.
-
-        They are found with another batch size. Something else (steps in time, say) may have as
-        many rows as a batch has samples, by chance.
-        """
-        replicas = self.step.replicas
-        largest = math.ceil(min(self.batch_size, self.rows) / replicas)
-        each = math.ceil(largest / 2) if largest > 2 else 3  # some models squeeze one sample
-        number = each * replicas
-        few: Any = Subset(self.dataset, [i % self.rows for i in range(number)])
-        job = self.job.replace(eval_batch_size=number, loader_workers=0)
-        found: list[Leaf] = []
-
-        with contextlib.suppress(Exception):  # the model can't take them
-            loader = job_loader(job, self.world, few, evaluation=True, name=self.name)
-            evaluator = self.step.evaluator
-            batches = evaluator.over(loader.epoch(0), evaluator.predictions, job.seed)
-            for _, shares in batches:
-                for size, outputs in shares:
-                    form = form_of(outputs, size)
-                    found += leaves(form)
-
-        names = [leaf.name for leaf in found if isinstance(leaf, Left)]
-        return set().union(*self.world.gather_objects(names))
 
     def _write(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
         """Write the outputs of this process's shares of a batch.
@@ -389,12 +357,11 @@ class _Prediction:
                 f"{self.name}: the model can't take {inputs}: {error_line(error)}"
             ) from error
 
-    def _begin(self, shares: list[tuple[int, Any]], without_rows: set[str]) -> None:
+    def _begin(self, shares: list[tuple[int, Any]]) -> None:
         """After the first batch, agree on what will be written, and make room for it.
 
         Args:
             shares: samples and outputs of this process's shares that aren't empty.
-            without_rows: names that are left out.
 
         Raises:
             InputError: there is nothing to write.
@@ -405,7 +372,7 @@ class _Prediction:
         every: list[list[Leaf]] = []
         for theirs in self.world.gather_objects(mine):
             every += theirs
-        no_rows = set(without_rows)
+        no_rows: set[str] = set()
         for found in every:
             no_rows |= {leaf.name for leaf in found if isinstance(leaf, Left)}
         first = [left_out(leaf, no_rows) for leaf in every[0]]
@@ -484,16 +451,9 @@ class _Prediction:
                 if self.ending == ".npy":
                     numpy.save(file, found[arrays[0].name].numpy())
                 else:
-                    _write_npz(file, found)
+                    named: dict[str, Any] = {name: array.numpy() for name, array in found.items()}
+                    numpy.savez(file, **named)
         return whole
-
-
-def _write_npz(file: IO[bytes], arrays: Mapping[str, torch.Tensor]) -> None:
-    """Write what ``numpy.savez`` writes, for any names of arrays."""
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                numpy.lib.format.write_array(member, array.numpy())
 
 
 def _some_inputs(batch: Batch) -> Any:

@@ -24,7 +24,7 @@ from lockstep.errors import SaveError
 from lockstep.launch.world import World
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.profile_table import lines_of
-from lockstep.profiling.time_breakdown import TimesOf, Track, times_of
+from lockstep.profiling.time_breakdown import Track, times_of
 from lockstep.run.events import Line
 from lockstep.run.run_folder import RunFolder
 from lockstep.strategies.steps.step import Step
@@ -133,11 +133,10 @@ class Profiler:
             return
 
         folder = self._folder.profile
-        rows = times_of(tracks)
         summary = {
             "first_step": world.step - len(clock.track.steps) + 1,
             "last_step": world.step,
-            f"{clock.whose}s": [_summary(clock.whose, row) for row in rows],
+            f"{clock.whose}s": times_of(tracks, clock.whose),
             "notes": self._notes(),
         }
         self._folder.write_json(folder / "summary.json", summary)
@@ -184,18 +183,6 @@ _WAITING = {
     "device": "for the results of another device's layers",
 }
 """What waiting means, by what has a track."""
-
-
-def _summary(whose: str, row: TimesOf) -> dict[str, Any]:
-    """Return what ``summary.json`` holds of a rank, or a replica."""
-    return {
-        whose: row.number,
-        "device": row.device,
-        "step_seconds": row.step,
-        "seconds": row.kinds,
-        "shares": {kind: seconds / row.step for kind, seconds in row.kinds.items()},
-        "phases": row.phases,
-    }
 
 
 def _all_threads(devices: int) -> Any:

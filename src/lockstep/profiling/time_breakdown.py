@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lockstep.launch.observer import Kind
 
@@ -49,34 +50,20 @@ class Track:
     steps: list[StepTimes] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class TimesOf:
-    """The mean profiled step of one rank, or of one replica of ``dp``, in seconds.
+def times_of(tracks: Sequence[Track], whose: str) -> list[dict[str, Any]]:
+    """Return the mean step of each track, its communicating divided in waiting and the rest, as
+    ``summary.json`` has it.
 
-    Attributes:
-        number: of the rank or replica.
-        device: where it computes.
-        step: the whole step.
-        kinds: computing, communicating, waiting, loading and other; they add up to the step.
-        phases: the same time by what was done (``backward``, say), as far as that was noted.
-    """
-
-    number: int
-    device: str
-    step: float
-    kinds: dict[str, float]
-    phases: dict[str, float]
-
-
-def times_of(tracks: Sequence[Track]) -> tuple[TimesOf, ...]:
-    """Return the mean step of each track, its communicating divided in waiting and the rest.
+    ``seconds`` are by kind, and add up to the step; ``phases`` are the same time by what was done
+    (``backward``, say), as far as that was noted.
 
     Args:
         tracks: those of all ranks (or replicas), in order, with equally many steps.
+        whose: what has a track: a ``rank``, ``replica`` or ``device``.
     """
     for together in zip(*(track.steps for track in tracks), strict=True):
         _divide(together)
-    return tuple(_mean(track) for track in tracks)
+    return [{whose: track.number, **_mean(track)} for track in tracks]
 
 
 def _divide(steps: Sequence[StepTimes]) -> None:
@@ -93,7 +80,7 @@ def _divide(steps: Sequence[StepTimes]) -> None:
             step.spent[key] = least
 
 
-def _mean(track: Track) -> TimesOf:
+def _mean(track: Track) -> dict[str, Any]:
     """Return the mean step of a track."""
     count = len(track.steps)
     kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
@@ -108,4 +95,10 @@ def _mean(track: Track) -> TimesOf:
                 name = f"{phase}: waiting"
             phases[name] = phases.get(name, 0.0) + seconds / count
     kinds["other"] += wall - sum(kinds.values())
-    return TimesOf(track.number, track.device, wall, kinds, phases)
+    return {
+        "device": track.device,
+        "step_seconds": wall,
+        "seconds": kinds,
+        "shares": {kind: seconds / wall for kind, seconds in kinds.items()},
+        "phases": phases,
+    }

@@ -50,13 +50,9 @@ def json_text(values: Any) -> str:
     return json.dumps(finite, indent=2) + "\n"
 
 
-_CONFIG: dict[str, Any] = {
-    **dict.fromkeys(("job", "strategy"), str),
-    "file": str | None,
-    **dict.fromkeys(("sources", "set", "given", "settings", "strategy_settings"), dict),
-    **dict.fromkeys(("devices", "resumed"), list),
-}
-"""What is read of ``config.json``. The devices are names, one at least."""
+_CONFIG = {"job", "file", "sources", "set", "given", "settings", "strategy", "strategy_settings"}
+_CONFIG |= {"devices", "resumed"}
+"""What is read of ``config.json``."""
 
 
 class RunFolder:
@@ -81,13 +77,6 @@ class RunFolder:
         """Whether something was saved from which the run can go on."""
         names = [path.name for path in self.checkpoints.glob("*")]
         return any(map(_CHECKPOINT.fullmatch, names))
-
-    def written_at(self, path: Path) -> int | None:
-        """When one of the files was last written; None where it isn't there."""
-        try:
-            return path.stat().st_mtime_ns
-        except OSError:
-            return None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -189,11 +178,9 @@ class RunFolder:
         other = "it is damaged, or Lockstep didn't write it: take another run"
         if not isinstance(value, dict):
             raise FolderError(f"{path}: it isn't a JSON object: {other}")
-        if path == self.config:
-            value = {"sources": {}, "given": {}, **value}  # earlier versions had none
-            wrong = _wrong_in(value)
-            if wrong is not None:
-                raise FolderError(f'{path}: "{wrong}" is missing or of a wrong type: {other}')
+        missing = _CONFIG - value.keys() if path == self.config else ()
+        if missing:
+            raise FolderError(f"{path}: without {', '.join(sorted(missing))}: {other}")
         return value
 
     def add_metrics(self, record: dict[str, Any]) -> None:
@@ -219,29 +206,15 @@ class RunFolder:
             ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines so far, but for a last one that was cut off as it was written.
-
-        Raises:
-            FolderError: another line isn't a JSON object with its step, or the file can't be read.
-        """
+        """Return the records so far, without lines that were cut off as they were written."""
         if not self.metrics.is_file():
             return []
-        try:
-            lines = self.metrics.read_text(errors="replace").splitlines()
-        except OSError as error:
-            raise FolderError(f"{self.metrics}: can't be read ({error})") from error
-        records: list[dict[str, Any]] = []
-        for number, line in enumerate(lines, start=1):
-            try:
+        records = []
+        for line in self.metrics.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
-                if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                    raise ValueError("no object with a step")
-                records.append(record)
-            except (ValueError, RecursionError) as error:
-                if number < len(lines):
-                    raise FolderError(
-                        f"{self.metrics}: line {number} isn't JSON ({error}): take it out"
-                    ) from None
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    records.append(record)
         return records
 
     def keep_metrics(self, step: int, last: dict[str, Any] | None) -> int:
@@ -273,16 +246,6 @@ def _newest_in(folder: Path) -> str:
     configs = filter(Path.is_file, folder.glob("*/config.json"))
     times = {config.stat().st_mtime: config.parent for config in configs}
     return f"the newest run in {folder} is {times[max(times)].name}" if times else ""
-
-
-def _wrong_in(config: dict[str, Any]) -> str | None:
-    """Return a name in ``config.json`` that is missing or has a value of a wrong type."""
-    for name, kind in _CONFIG.items():
-        if name not in config or not isinstance(config[name], kind):
-            return name
-    devices = config["devices"]
-    are_names = all(isinstance(device, str) for device in devices)
-    return None if devices and are_names else "devices"
 
 
 def _remove(path: Path) -> None:

@@ -67,7 +67,6 @@ class DDP(WithShares):
         """Build the same model on every rank."""
         self.refuse_other_processes(world)
         model = build_model(job, world)
-        self.refuse(model, world.size)
         exchange = synchronised(model, job, world)
         optimizer = build_optimizer(job, model)
         kind = DDPStep if job.step is None else DDPFunctionStep

@@ -68,9 +68,8 @@ class DP(WithShares):
         """Build the model on the first device and a replica on each other."""
         self.refuse_other_processes(world)
         model = build_model(job, world)
-        self.refuse(model, len(world.devices))
         if len(world.devices) > 1:
-            refuse_uncopied(model)
+            refuse_uncopied(model, self.name)
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
             shares_device = len(set(world.devices)) < len(world.devices)
@@ -104,8 +103,7 @@ class DPStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self.copies = Replicas(model, world.devices, [exchange, self.whole_batch])
-        self._shares_parameters = self.copies.share_storage
-        self.home = None if self._shares_parameters else world.device.torch
+        self.home = None if self.copies.share_storage else world.device.torch
         self._exchange = exchange
         self._waits_in_backward = exchange is not None
         self._begin_streams(job.seed, world.step)
@@ -229,10 +227,5 @@ class DPStep(Step):
         return [generator for generator in found if generator is not None]
 
     def share_buffers(self) -> None:
-        """Give every replica the first one's buffers, and parameters that may have changed."""
+        """Give every replica the first one's mode and buffers, and parameters that may have changed."""
         self.copies.follow(statistics=True)
-
-    def _follow_modes(self) -> None:
-        """Give replicas that share the first one's parameters its mode."""
-        if self._shares_parameters:
-            self.copies.follow_modes()

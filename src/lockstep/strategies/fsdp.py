@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
 
 from lockstep.errors import StrategyError, counted
 from lockstep.launch.device_table import drawn
@@ -22,8 +21,6 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.memory import free_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.compile import refuse_compiled
-from lockstep.model.hooks import hooked_parameters
 from lockstep.model.optimizers.build import build_optimizer
 from lockstep.model.optimizers.kinds import has_own_state, is_of_pytorch
 from lockstep.recipe import Recipe
@@ -31,11 +28,10 @@ from lockstep.run.events import Line
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import synchronised
-from lockstep.strategies.replicas.copied_model import computed_tensor
+from lockstep.strategies.replicas.copied_model import refuse_uncopied
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.with_shares import WithShares
 from lockstep.tensors.byte_size import size
-from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 
 if TYPE_CHECKING:
     from lockstep.strategies.sharded.shards import Shards
@@ -108,13 +104,12 @@ class FSDP(WithShares):
         self.refuse_other_processes(world)
         # The whole may be too large for a device.
         model = build_model(job, world, place=world.size == 1)
-        self.refuse(model, world.size)
         optimizer = build_optimizer(job, model, on=world.device.type)
         if world.size == 1:
             return DDPStep(model, optimizer, job, world, None, DDP())
 
         self._refuse_settings(job, world)
-        self._refuse_model(model)
+        refuse_uncopied(model, self.name)
         self._refuse_optimizer(optimizer)
         exchange = synchronised(model, job, world)
         whole = sum(p.nbytes for p in model.parameters())
@@ -166,17 +161,6 @@ class FSDP(WithShares):
             raise StrategyError(
                 "fsdp: precision fp16 isn't supported, since its loss scale depends on all "
                 "gradients: take bf16, or ddp"
-            )
-
-    def _refuse_model(self, model: nn.Module) -> None:
-        refuse_common_memory(tensors_of(model), self.name)
-        refuse_compiled(model)
-        computed = computed_tensor(model)
-        if computed is not None:
-            raise StrategyError(f"fsdp: {computed}")
-        for name in hooked_parameters(model):
-            raise StrategyError(
-                f'fsdp: parameter "{name}" has a hook, which its shards would lose: take ddp'
             )
 
     def _refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

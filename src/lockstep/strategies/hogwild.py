@@ -47,7 +47,6 @@ from lockstep.model.losses.loss import Loss
 from lockstep.model.optimizers.build import build_optimizer
 from lockstep.model.optimizers.kinds import has_own_state, with_modes
 from lockstep.recipe import Recipe
-from lockstep.run.events import Caveat
 from lockstep.strategies.ranks.buffer_broadcast import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
@@ -55,7 +54,6 @@ from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, added
 from lockstep.strategies.strategy import Strategy
-from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 
 
 @dataclass(frozen=True)
@@ -92,35 +90,15 @@ class Hogwild(Strategy):
         self.refuse_other_processes(world)
         _refuse_settings(job, world)
         model = build_model(job, world)
-        self.refuse(model, world.size)
         optimizer: torch.optim.Optimizer
         if world.size == 1:
             optimizer = build_optimizer(job, model)
             return HogwildStep(model, optimizer, job, world, None)
 
-        refuse_common_memory(tensors_of(model), self.name)
         shared = SharedWeights(model, world)
         optimizer = build_optimizer(job, model)
         _refuse_optimizer(optimizer)
         return HogwildStep(model, optimizer, job, world, shared)
-
-    def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
-        """Say where results will differ, and what else follows the local batch."""
-        found = []
-        for caveat in super().caveats(job, model, replicas):
-            if caveat.kind == "batchnorm":
-                caveat = dataclasses.replace(caveat, fix="")
-            found.append(caveat)
-        if replicas == 1:
-            return found
-
-        if job.clip_norm is not None:
-            text = (
-                "clip_norm clips the gradient of each rank's local batch, not that of the "
-                "global batch"
-            )
-            found.append(Caveat("clipping", text))
-        return found
 
 
 def _refuse_settings(job: Recipe, world: World) -> None:
@@ -129,9 +107,9 @@ def _refuse_settings(job: Recipe, world: World) -> None:
             f"hogwild shares weights in the memory of the CPU, and this is {world.device}: "
             "take ddp, or 2xcpu"
         )
-    if world.nodes > 1:
+    if world.size > world.local_size:
         raise StrategyError(
-            f"hogwild shares the memory of one machine, and these are {world.nodes}: take ddp"
+            "hogwild shares the memory of one machine, and these ranks are on several: take ddp"
         )
     if job.sync_batchnorm and world.size > 1:
         raise StrategyError(
@@ -158,7 +136,7 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         reason = "has train() and eval(), by which each rank would write the weights of all"
     elif has_own_state(optimizer):
         reason = "has a state_dict() of its own, and may keep other learning rates"
-    elif "lr" not in optimizer.defaults:
+    elif optimizer.defaults.get("lr") is None:
         reason = "has none"
     if reason:
         raise StrategyError(
@@ -198,17 +176,6 @@ class HogwildStep(SingleStep):
             "which isn't known before step.update(): call step(inputs, targets), with accumulate= "
             "of lockstep.parallelize, or take ddp"
         )
-
-    def _follow_flags(self, name: str) -> None:
-        super()._follow_flags(name)
-        if self._shared is None:
-            return
-        for trained in self.trained.names:
-            if trained not in self._shared:
-                raise RunError(
-                    f'parameter "{trained}" was frozen when weights were shared: hogwild can\'t '
-                    "train it from now on"
-                )
 
     def update(self, batch: Batch | None = None) -> Result:
         """Make one update from this rank's share; total and count are those of the share."""

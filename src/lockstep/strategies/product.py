@@ -47,11 +47,6 @@ class Product(Strategy):
         """Count the devices of all replicas."""
         return self.sizes[0] * self.sizes[1]
 
-    @property
-    def in_one_process(self) -> bool:
-        """False: replicas are processes."""
-        return False
-
     def refuse_devices(self, devices: int) -> None:
         """Refuse another number of devices than it is for.
 

@@ -14,7 +14,6 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +25,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.measured_blocks import model_kept
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.single import Single
 from lockstep.tensors.rows import weighted_sizes
 
 _WARM_UP = 2
@@ -36,17 +35,10 @@ _STEPS = 10
 """The mean of all shares, before they are divided by a common factor."""
 
 
-def measured_shares(
-    strategy: Strategy,
-    replicas: Sequence[tuple[Device, ...]],
-    job: Job,
-    world: World,
-) -> tuple[str, str]:
-    """Return shares in proportion to the speeds of all replicas, and what was measured, in words.
+def measured_shares(job: Job, world: World) -> tuple[str, str]:
+    """Return shares in proportion to the speeds of all devices, and what was measured, in words.
 
     Args:
-        strategy: that of one replica alone.
-        replicas: the devices of each replica of this process.
         job: what is trained, with its data.
         world: the ranks, all of which call this.
 
@@ -60,7 +52,7 @@ def measured_shares(
             f"{what}: give numbers, as --shares 2,1"
         )
 
-    samples = max(1, job.batch_size // job.accumulate // (len(replicas) * world.size))
+    samples = max(1, job.batch_size // job.accumulate // (len(world.devices) * world.size))
     job = job.replace(
         batch_size=samples,
         accumulate=1,
@@ -71,7 +63,7 @@ def measured_shares(
         cut_by=None,
         loss=copy.deepcopy(job.loss),
     )
-    nanoseconds = [_nanoseconds_on(devices, strategy, job, world) for devices in replicas]
+    nanoseconds = [_nanoseconds_on(device, job, world) for device in world.devices]
     gc.collect()  # a step refers to itself: its memory would be kept for a while
     every = list(itertools.chain(*over_ranks(world, *nanoseconds)))
     sizes = weighted_sizes(_STEPS * len(every), [10**18 // each for each in every])
@@ -81,15 +73,11 @@ def measured_shares(
     return shares, f"forward and backward of {counted(samples, 'sample')} take {times} ms"
 
 
-def _nanoseconds_on(
-    devices: tuple[Device, ...],
-    strategy: Strategy,
-    job: Job,
-    world: World,
-) -> int:
-    """Return the median time of one replica, which has these devices."""
+def _nanoseconds_on(device: Device, job: Job, world: World) -> int:
+    """Return the median time of one replica, which has this device."""
     times = []
-    with alone(devices) as own:
+    strategy = Single()
+    with alone((device,)) as own:
         step = strategy.prepare(job, own)
         loader = strategy.training_loader(job, own, job.train_data)
         batch = next(iter(loader.epoch(0)))
@@ -101,8 +89,7 @@ def _nanoseconds_on(
                 if step.counts is not None:
                     step.counts.begin(batch)
                 step.gradients(batch)
-                for device in devices:
-                    if not device.is_slot:
-                        torch.accelerator.synchronize(device.index)
+                if not device.is_slot:
+                    torch.accelerator.synchronize(device.index)
                 times.append(time.perf_counter_ns() - began)
     return int(statistics.median(times[_WARM_UP:]))

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data import Batch
+from lockstep.errors import StrategyError
 from lockstep.job import Job
 from lockstep.launch.device_table import drawn
 from lockstep.launch.layout import Layout
@@ -29,7 +30,6 @@ from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised
 from lockstep.strategies.staged_step import StagedStep
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.strategy import Strategy
 from lockstep.strategies.with_shares import WithShares
 
 
@@ -72,16 +72,20 @@ class ReplicatedPP(Product, WithShares, PP):
     def planned(
         self, job: Job, world: World, before: Mapping[str, Any] | None = None
     ) -> ReplicatedPP:
-        """Find the stages on rank 0, for all ranks, then shares."""
+        """Find the stages on rank 0, for all ranks.
+
+        Raises:
+            StrategyError: shares are to be measured.
+        """
+        if self._is_measured:
+            raise StrategyError(
+                f"{self.name}: shares auto isn't supported: give numbers, as --shares 2,1"
+            )
         found: Any = self
         if world.is_first:
             found = PP.planned(self, job, world, before)
         with_stages: ReplicatedPP = world.broadcast_object(found)
-        return WithShares.planned(with_stages, job, world, before)
-
-    def _alone(self) -> Strategy:
-        """Return the strategy of one replica."""
-        return PP(**{name: getattr(self, name) for name in PP.usual()})
+        return with_stages
 
     def step_of(
         self,
@@ -93,7 +97,6 @@ class ReplicatedPP(Product, WithShares, PP):
         runner: Runner,
     ) -> Step:
         """Give the step of one replica."""
-        self.refuse(model, world.size)
         exchange = synchronised(model, job, world)
         return ReplicaOfStages(model, optimizer, job, world, exchange, staged, runner)
 

@@ -21,7 +21,7 @@ _LINE = 64
 
 
 class SharedWeights:
-    """The parameters of a model that are trained, moved to memory that every rank sees.
+    """The parameters of a model, moved to memory that every rank sees.
 
     Args:
         model: with the same values on all ranks.
@@ -32,7 +32,7 @@ class SharedWeights:
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = dict(model.named_parameters())
         places = {}
         size = 0
         for name, p in self._parameters.items():
@@ -51,9 +51,6 @@ class SharedWeights:
 
         world.barrier()
         self._addresses = {name: p.data_ptr() for name, p in self._parameters.items()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parameters
 
     def check(self) -> None:
         """Make sure that the parameters still lie in the shared memory.

@@ -18,7 +18,6 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.world import World
 from lockstep.model.compile import refuse_graphs
-from lockstep.model.hooks import PARAMETER_HOOKS, hooked_parameters
 from lockstep.model.modes import draws_dropout, is_spectral_norm
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat
@@ -151,32 +150,6 @@ class Strategy(ABC):
                 "ddp"
             )
 
-    def refuse(self, model: nn.Module, replicas: int) -> None:
-        """Refuse what is known to be wrong on several devices.
-
-        Raises:
-            StrategyError: an embedding mixes samples, or writes its weights in forward.
-        """
-        if replicas == 1:
-            return
-        for name, module in model.named_modules():
-            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                continue
-            if module.max_norm is not None:
-                raise StrategyError(
-                    f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, '
-                    "differently on each device",
-                    kind="state",
-                    fix="use single, or normalize in a parametrization",
-                )
-            if module.scale_grad_by_freq:
-                raise StrategyError(
-                    f'{self.name}: "{name}" has scale_grad_by_freq, which divides gradients by '
-                    "how often a word is in the batch, and each replica has its local batch only",
-                    kind="mixing",
-                    fix="use single or mp, or leave it out",
-                )
-
     def refuse_other_processes(self, world: World) -> None:
         """Refuse devices in other processes than the layout has.
 
@@ -207,8 +180,6 @@ class Strategy(ABC):
             return found
 
         found += _of_norms(job, model, replicas)
-        if hooked_parameters(model):
-            found.append(PARAMETER_HOOKS)
         if isinstance(job, Job) and job.collate is not None:
             what = "each device's local batch" if replicas > 1 else "each micro-batch"
             found.append(Caveat("collate", f"collate gets {what}, {OF_COLLATE}"))
@@ -230,8 +201,8 @@ def _of_norms(job: Recipe, model: nn.Module, replicas: int) -> Iterator[Caveat]:
         text = "BatchNorm normalizes over each replica's local batch, not over the global batch"
         yield Caveat("batchnorm", text, fix)
     elif trains and job.accumulate > 1:
-        single = f"single with accumulate={job.accumulate}"
-        yield Caveat("batchnorm", f"BatchNorm normalizes over each micro-batch, as {single} does")
+        text = "BatchNorm normalizes over each micro-batch, not over the global batch"
+        yield Caveat("batchnorm", text)
 
     has_spectral_norm = any(map(is_spectral_norm, model.modules()))
     if has_spectral_norm and job.accumulate > 1:

@@ -21,11 +21,9 @@ from typing import Any, Self
 
 from lockstep.errors import StrategyError
 from lockstep.job import Job
-from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.run.events import Line
 from lockstep.strategies.replica_speeds import measured_shares
-from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 
 _FORM = re.compile(r"auto|(auto:)?[1-9]\d*(,[1-9]\d*)+")
@@ -101,16 +99,9 @@ class WithShares(Strategy):
         earlier = str((before or {}).get("shares"))
         if earlier.startswith("auto:") and len(_numbers(earlier)) == layout.local_batches:
             return replace(self, shares=earlier)
-        replicas: list[tuple[Device, ...]] = [world.devices]
-        if self.devices_per_rank == 1:
-            replicas = [(device,) for device in world.devices]
-        shares, why = measured_shares(self._alone(), replicas, job, world)
+        shares, why = measured_shares(job, world)
         world.emit(Line(f"shares {shares}: {why}", "plan"))
         return replace(self, shares=f"auto:{shares}")
-
-    def _alone(self) -> Strategy:
-        """Return the strategy of one replica."""
-        return Single()
 
 
 def _numbers(shares: Any) -> tuple[int, ...]:

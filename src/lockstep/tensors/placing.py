@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from lockstep.tensors.common_memory import common_memory_unmoved
 from lockstep.tensors.pytree import tensors as tensors_of
 
 _BUCKET = 32 << 20
@@ -29,22 +28,21 @@ def place_module(module: nn.Module, place: torch.device) -> None:
 
     This is ``Module.to``, but ties and hooks are kept.
     """
-    with common_memory_unmoved(module):
-        here = torch.empty(0)
-        there = torch.empty(0, device=place)
-        if torch._has_compatible_shallow_copy_type(here, there):
-            module.to(place)
-            return
+    here = torch.empty(0)
+    there = torch.empty(0, device=place)
+    if torch._has_compatible_shallow_copy_type(here, there):
+        module.to(place)
+        return
 
-        future = torch.__future__
-        swaps = future.get_swap_module_params_on_conversion()
-        future.set_swap_module_params_on_conversion(True)
-        try:
-            module.to(place)
-        finally:
-            future.set_swap_module_params_on_conversion(swaps)
-        for parameter in module.parameters():
-            _connect_hooks(parameter)
+    future = torch.__future__
+    swaps = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        module.to(place)
+    finally:
+        future.set_swap_module_params_on_conversion(swaps)
+    for parameter in module.parameters():
+        _connect_hooks(parameter)
 
 
 @torch.no_grad()

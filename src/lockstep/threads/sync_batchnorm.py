@@ -55,8 +55,8 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
             _refuse_unknown(name or "the model", part)
             norms.append(part)
 
-    for number, norm in enumerate(norms):
-        forward = _over_all(exchange, number)
+    forward = _over_all(exchange)
+    for norm in norms:
         norm.forward = types.MethodType(forward, norm)  # type: ignore[method-assign]
     return len(norms)
 
@@ -79,36 +79,15 @@ def _refuse_unknown(name: str, norm: _BatchNorm) -> None:
         )
 
 
-def _gathered(session: Session, mine: torch.Tensor, number: int) -> torch.Tensor:
-    """Return what all parties have of batch norm ``number``: ``(parties, len(mine))``.
-
-    Raises:
-        StrategyError: another party has come to another batch norm of this size.
-    """
-    if mine.device.type != "cpu":  # comparing numbers would wait for the device
-        return session.gather(mine)
-
-    found = session.gather(torch.cat([mine, mine.new_tensor([number])]))
-    if (found[:, -1] != number).any():
-        raise StrategyError(
-            "sync_batchnorm: replicas have come to different batch norms at the same time, since "
-            "forward takes branches by its samples: let each forward call all of them, or leave "
-            "sync_batchnorm off"
-        )
-    return found[:, :-1]
-
-
-def _over_all(
-    exchange: Exchange, number: int
-) -> Callable[[_BatchNorm, torch.Tensor], torch.Tensor]:
-    """Make the forward of batch norm ``number``, with the statistics of all parties in training."""
+def _over_all(exchange: Exchange) -> Callable[[_BatchNorm, torch.Tensor], torch.Tensor]:
+    """Make the forward of a batch norm, with the statistics of all parties in training."""
 
     def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
         if not self.training or (session := exchange.session()).parties == 1:
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            mean, square, total = _of_all(input, session, number)
+            mean, square, total = _of_all(input, session)
             if self.track_running_stats:
                 _track(self, mean, square / (total - 1))
         dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
@@ -128,14 +107,13 @@ def _over_all(
 
 
 def _of_all(
-    input: torch.Tensor, session: Session, number: int
+    input: torch.Tensor, session: Session
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute mean and sum of squared deviations of each channel, and the count, over all shares.
 
     Each party sends (means, squared deviations, count) of its share: 2 x channels + 1 numbers.
 
     Raises:
-        StrategyError: the parties have come to different batch norms.
         ValueError: all shares together have one value per channel.
     """
     wide = torch.float32 if input.device.type == "mps" else torch.float64
@@ -143,7 +121,7 @@ def _of_all(
     count = input.numel() // channels
     mean, var = _statistics(input)
     mine = torch.cat([mean.to(wide), var.to(wide) * count, mean.new_tensor([count], dtype=wide)])
-    found = _gathered(session, mine, number)
+    found = session.gather(mine)
     means, squares, counts = torch.split(found, [channels, channels, 1], dim=1)
     total = counts.sum()
     if count <= 1 and total.item() <= 1:

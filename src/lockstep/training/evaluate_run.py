@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.data import eval_loaders, is_stream, resolve_sets
+from lockstep.data import eval_loaders, resolve_sets
 from lockstep.errors import InputError, JobError
 from lockstep.job import Job
 from lockstep.jobfile import AnyJob, JobFile, as_job, the_job, with_settings
@@ -20,7 +20,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy, choose, devices_for
-from lockstep.training.evaluation import evaluate_sets, say_what_collates, try_out
+from lockstep.training.evaluation import evaluate_sets, say_what_collates
 from lockstep.training.run import Run, trained_of
 
 
@@ -105,8 +105,6 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     sets = resolve_sets(job.eval_data, world)
     loaders = eval_loaders(job, world, sets)
     say_what_collates(job, step)
-    if not any(map(is_stream, sets.values())):
-        try_out(step, loaders, job)
     values = evaluate_sets(step, loaders, job, checks=True, most=job.eval_batches)
     for loader in loaders.values():
         loader.close()

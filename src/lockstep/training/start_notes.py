@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.data import AnyLoader, is_stream, stream_notes
+from lockstep.data import AnyLoader, is_stream
 from lockstep.errors import counted
 from lockstep.launch.cores import note_on_threads
 from lockstep.model.precision import note_on_precision
@@ -163,9 +163,11 @@ def _notes(setup: Setup) -> Iterator[str | None]:
 
     if job.metrics and not setup.eval_data:
         yield "metrics are computed on eval_data, and the job has none"
-    if is_stream(setup.train_data):
-        waits = world.size > 1 and not setup.step.together
-        yield from stream_notes(job.shuffle, meets=waits)
+    if is_stream(setup.train_data) and job.shuffle:
+        yield (
+            "train_data is a stream, which isn't shuffled: its order is the same on every rank "
+            "(shuffle=False omits this note)"
+        )
 
 
 def _shown(words: Sequence[str]) -> Sequence[str]:

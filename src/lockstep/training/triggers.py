@@ -73,22 +73,11 @@ class Triggers:
 
     def notes(self) -> Iterator[str]:
         """Yield what a person has to know of the settings, where ranks don't meet in each update."""
-        if self._together:
-            return
-
-        for what, every in self._every.items():
-            if not every.is_within:
-                continue
-            if what == LOG:
-                yield (
-                    "log_every: ranks don't synchronize within an epoch, so losses within an "
-                    "epoch are rank 0's"
-                )
-            else:
-                does = "evaluate" if what == EVALUATE else "save"
-                yield (
-                    f"{what}_every: ranks synchronize at the end of an epoch only, and {does} there"
-                )
+        if not self._together and any(every.is_within for every in self._every.values()):
+            yield (
+                "ranks synchronize at the end of an epoch only, and evaluate and save there; losses "
+                "within an epoch are rank 0's"
+            )
 
     def after_step(self, epoch: int, position: int) -> frozenset[str]:
         """Return what is due after this step, but for what the end of an epoch makes due.

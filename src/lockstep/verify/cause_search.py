@@ -85,12 +85,8 @@ class Diagnosis:
         twice = self._try(alone)
         if twice is None:
             return
-        if twice.start:
-            yield cause("unseeded model: initial values", name=twice.start[0])
-        elif not self.noise.repeats(twice):
+        if not self.noise.repeats(twice):
             yield cause("unseeded model")
-        elif self.found.start:
-            yield cause("start", name=self.found.start[0])
 
     # ---- draws and batch norms, taken out --------------------------------------------------------
 
@@ -128,7 +124,7 @@ class Diagnosis:
     def _of_the_ranks(self) -> Iterator[Caveat]:
         """Look for parameters that differ between ranks."""
         if self.found.drifted:
-            yield cause("drift", name=self.found.drifted[0])
+            yield cause("drift", name=self.found.drifted)
         elif self._draws_on is not None:
             yield self._draws_on
 

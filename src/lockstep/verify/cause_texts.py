@@ -75,16 +75,12 @@ autograd function
   -> leave the mean over samples to the loss, and let backward treat each sample by itself; clip
   by clip_norm
 
-unseeded model: initial values
-  the model draws unseeded numbers when it is built: "{name}" has other values each time
-  -> draw initial values from torch's, random's or numpy.random's global generator, which are
-  seeded
-
 unseeded model
-  single-device training can't be repeated: the model, the optimizer or the dataset draws unseeded
-  numbers, counts in a class or a module, or has operators that are not deterministic
-  -> draw from torch's global generator (or from one that is seeded in forward), in a dataset also
-  from random's or numpy.random's, which are seeded for each sample; count in a buffer;
+  single-device training can't be repeated: the model (when it is built, or in forward), the
+  optimizer or the dataset draws unseeded numbers, counts in a class or a module, or has operators
+  that are not deterministic
+  -> draw from torch's global generator (or from one that is seeded in forward), in a dataset and
+  for initial values also from random's or numpy.random's, which are seeded; count in a buffer;
   torch.use_deterministic_algorithms(True) names such operators
 
 loss
@@ -113,10 +109,6 @@ update
   clipping, the optimizer or its learning rate differs
   -> clip what is summed over all devices, give each rank the same optimizer, and step the
   scheduler once per update
-
-start
-  the strategy begins with other values of "{name}"
-  -> build the model under the job's seed
 
 declared
   {text}

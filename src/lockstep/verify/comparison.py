@@ -145,10 +145,9 @@ class Comparison:
     """Both sides over the course: how far they lie apart, and facts that may explain it.
 
     Attributes:
-        start: parameters and buffers that differed before the first update.
         updates: every update.
         evaluation: by name, the strategy's value and one device's.
-        drifted: parameters whose values came to differ between the ranks.
+        drifted: the first parameter whose values came to differ between the ranks, if any.
         drew: whether the first update drew random numbers.
         drops: whether there are dropout layers.
         normalises: whether there are batch norms over what a forward sees.
@@ -157,10 +156,9 @@ class Comparison:
         still: what was taken out of the model on both sides.
     """
 
-    start: tuple[str, ...] = ()
     updates: list[Update] = field(default_factory=list)
     evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)
-    drifted: tuple[str, ...] = ()
+    drifted: str | None = None
     drew: bool = False
     drops: bool = False
     normalises: bool = False
@@ -247,7 +245,7 @@ class Bounds:
 
     def hold(self, comparison: Comparison) -> bool:
         """Return whether nothing differs by more than rounding."""
-        if comparison.start or comparison.drifted:
+        if comparison.drifted:
             return False
         if self.evaluation_apart(comparison):
             return False

@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -25,11 +24,11 @@ from lockstep.launch import cores
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World, place_of
+from lockstep.model.build import differing_tensors
 from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.run.events import Caveat, Line
 from lockstep.strategies.single import Single
 from lockstep.tensors.allocator import freed_memory_kept
-from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import Comparison, Experiment, Update
 from lockstep.verify.layer_watch import first_apart
 from lockstep.verify.measures import buffer_apart, change_apart, largest, real
@@ -130,9 +129,9 @@ class _PairedRun:
         """Train both sides, an update at a time, and compare them."""
         ours = self.ours
         theirs = self.theirs
-        start = ours.step.layout.weights()
         if theirs is not None:
-            self._compare_start(theirs, start)
+            for name, p in theirs.step.model.named_parameters():
+                self.start[name] = p.detach().clone()
             its_batches = theirs.batches()
 
         for number, (batch, is_last) in enumerate(ours.batches(), start=1):
@@ -152,14 +151,6 @@ class _PairedRun:
         if theirs is not None:
             self._describe(theirs)
         return self.found
-
-    def _compare_start(self, theirs: Side, mine: dict[str, Any]) -> None:
-        """Compare parameters and buffers before the first update, and keep the parameters."""
-        for name, p in theirs.step.model.named_parameters():
-            self.start[name] = p.detach().clone()
-        its = _digests(theirs.step.layout.weights())
-        ours = _digests(mine)
-        self.found.start = _unequal(its, [ours])
 
     # ---- after an update -------------------------------------------------------------------------
 
@@ -228,11 +219,10 @@ class _PairedRun:
     def _compare_ranks(self) -> None:
         """Compare what is on other ranks too: parameters, and outputs of layers."""
         step = self.ours.step
-        parameters = {}
         if self.world.size > 1 and step.together:
-            parameters = _digests(step.layout.parameters())
-        # All ranks need to know, since they evaluate only where there is no drift.
-        self.found.drifted = _unequal(parameters, self.world.gather_objects(parameters))
+            parameters = step.layout.parameters()
+            # All ranks need to know, since they evaluate only where there is no drift.
+            self.found.drifted = differing_tensors(parameters.items(), self.world)
         sums = self.world.gather_objects(self.ours.watch.sums)
 
         if self.theirs is not None and self.experiment.watched:
@@ -265,29 +255,6 @@ class _PairedRun:
             if note.kind not in self.experiment.still:
                 notes.append(note)
         found.notes = tuple(notes)
-
-
-def _digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            found[name] = digest(tensor)
-    return found
-
-
-def _unequal(its: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the names whose values aren't the same in all of these.
-
-    Args:
-        its: values by name.
-        others: likewise; a name that one of them lacks is unequal.
-    """
-    found: dict[str, None] = {}
-    for other in others:
-        for name in {**its, **other}:
-            if other.get(name) != its.get(name):
-                found[name] = None
-    return tuple(found)
 
 
 def _gradients_apart(ours: Tensors, theirs: Tensors) -> Differences:

@@ -145,10 +145,8 @@ class Verification:
         first = self.first
         if found is None:
             return [f"not equal: {self.strategy} refuses this job: {self.refused}"]
-        if found.start:
-            return [f'not equal from the start: "{found.start[0]}" has other values']
         if first is None and found.drifted:
-            return [f'not equal between the ranks: "{found.drifted[0]}" has come to differ']
+            return [f'not equal between the ranks: "{found.drifted}" has come to differ']
         if first is None:
             return [f"not equal in evaluation only: {', '.join(self.evaluation_apart)}"]
 

@@ -153,15 +153,4 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _forget() -> None:
-    """In a fork of the person's process: the forking process belongs to the parent alone."""
-    global _lock, _server
-    _lock = threading.RLock()
-    if _server is not None:
-        _server.control.close()
-        _server.process.returncode = 0  # it isn't this process's child, and can't be waited for
-        _server = None
-
-
 atexit.register(stop)
-os.register_at_fork(after_in_child=_forget)

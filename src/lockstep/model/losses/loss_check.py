@@ -48,7 +48,10 @@ ADVICE = (
 )
 
 _FIRST = 16
-"""The updates in which the loss is checked, and the longest interval between checks afterwards."""
+"""The first updates, in each of which the loss is checked."""
+
+_INTERVAL = 32
+"""The longest interval between later checks."""
 
 _LARGEST_SHARE = 0.05
 """The part of the time of a training for checks between these updates."""
@@ -65,7 +68,7 @@ _SINGLE = 1e-4
 
 class LossCheck:
     """Checks one loss, in every update while the checks take at most 5 % of the time; otherwise in
-    updates 1 to 16 and in each 16th, or each ``every``-th.
+    updates 1 to 16 and in each 32nd, or each ``every``-th.
 
     On an accelerator, too, it is checked in these updates only: the host waits for the results of a
     check. Ranks and threads need not check in the same updates: the check of a loss that
@@ -75,7 +78,7 @@ class LossCheck:
         loss: gives total and count.
         cuts: whether batches are cut; otherwise nothing is checked.
         accepts: whether a difference is logged instead of refused.
-        every: the interval between later checks, if it is below 16 and not 0.
+        every: the interval between later checks, if it is below 32 and not 0.
 
     Attributes:
         is_used: whether the loss is checked in some updates.
@@ -93,7 +96,7 @@ class LossCheck:
         self._loss = loss
         self.is_used = cuts and not loss.is_known
         self._accepts = accepts
-        self._every = min(every or _FIRST, _FIRST)
+        self._every = min(every or _INTERVAL, _INTERVAL)
         self._began = 0.0
         self._spent = 0.0
         self.notes: list[str] = []

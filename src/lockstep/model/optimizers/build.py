@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -96,7 +95,6 @@ def _build(
         raise JobError(
             f"optimizer: it gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
-    _refuse_closure(optimizer)
     _refuse_other_parameters(optimizer, model, named)
     # An optimizer made of others may have no state. Adagrad made its state in the constructor, for
     # the implementation chosen there.
@@ -111,16 +109,6 @@ def _build(
         return optimizer
     fuse(optimizer, wanted=fused is True)
     return optimizer
-
-
-def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose ``step`` requires a closure."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise JobError(
-            f"optimizer: {type(optimizer).__name__}.step() requires a closure, and is called "
-            "without one: use one that needs none, as AdamW"
-        )
 
 
 def _refuse_other_parameters(

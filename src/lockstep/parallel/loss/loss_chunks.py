@@ -103,14 +103,7 @@ class Share:
         """Compute logits (rows, vocabulary) of hidden states (batch, time, width) or (batch, width)."""
         if self.generator is None:
             return hidden if self.steps is None else hidden.flatten(0, 1)
-        logits = self.generator(hidden)
-        if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
-            rows = ", ".join(map(str, hidden.shape[:-1]))
-            raise InputError(
-                f"the generator gave {pytree.described(logits)} for hidden states "
-                f"{tuple(hidden.shape)}: a tensor ({rows}, vocabulary) is expected"
-            )
-        return logits.flatten(0, -2)
+        return self.generator(hidden).flatten(0, -2)
 
 
 def _rows(tensor: Tensor, place: slice) -> Tensor:

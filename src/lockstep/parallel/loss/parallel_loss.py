@@ -104,7 +104,6 @@ class ParallelLoss:
             without a generator outputs aren't cut then.
 
     Raises:
-        InputError: a generator that is no module, or a chunk size below 1.
         LossError: a criterion that can't be called, or has parameters that learn.
         DeviceError: devices that don't exist.
     """
@@ -116,15 +115,6 @@ class ParallelLoss:
         devices: Devices = None,
         chunk_size: int | None = None,
     ) -> None:
-        if generator is not None and not isinstance(generator, nn.Module):
-            raise InputError(
-                f"generator is a {type(generator).__name__}, a module or None is expected"
-            )
-        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-            raise InputError(
-                f"chunk_size is {chunk_size!r}, a whole number of time steps from 1 is expected"
-            )
-
         self.generator = generator
         self.criterion = criterion
         self.devices = parse(devices)
@@ -180,20 +170,6 @@ class ParallelLoss:
         """Count the time steps of a chunk; None where nothing is cut in chunks."""
         if self.generator is None and self.chunk_size is None:
             return None
-
-        for part in hidden:
-            is_floating = isinstance(part, Tensor) and part.is_floating_point()
-            if not is_floating or part.dim() not in (2, 3):
-                raise InputError(
-                    f"the hidden states are {pytree.described(part)}: one tensor (batch, time, "
-                    "width) or (batch, width) is expected"
-                )
-            if part.shape[1:] != hidden[0].shape[1:]:
-                raise InputError(
-                    f"hidden states {tuple(hidden[0].shape)} and {tuple(part.shape)} don't make "
-                    "one batch: pad them to one time"
-                )
-
         if hidden[0].dim() == 2:
             return None
         return self.chunk_size or -(-TOKENS // max(sizes))

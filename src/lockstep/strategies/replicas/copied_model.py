@@ -25,7 +25,7 @@ def copied_model(model: nn.Module, device: Device, *, shares: bool) -> nn.Module
         shares: whether the storage of the parameters is shared, else it is copied to the device.
 
     Raises:
-        StrategyError: the copy has other parameters, or a tensor of the model is computed from some.
+        StrategyError: the copy has other parameters.
         JobError: the model can't be copied.
     """
     memo: dict[int, Any] = {}
@@ -37,9 +37,6 @@ def copied_model(model: nn.Module, device: Device, *, shares: bool) -> nn.Module
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
-        computed = computed_tensor(model)
-        if computed is not None:
-            raise StrategyError(f"dp: {computed}") from error
         raise JobError(
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds "
             "it afresh"
@@ -54,33 +51,16 @@ def copied_model(model: nn.Module, device: Device, *, shares: bool) -> nn.Module
     return made
 
 
-def computed_tensor(model: nn.Module) -> str | None:
-    """Say which attribute can't be copied, since it is a tensor with a history; None without one.
-
-    Pruning and the old ``weight_norm`` leave such tensors.
-    """
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                place = f"{name}.{key}" if name else key
-                return (
-                    f'"{place}" is computed from other parameters (by pruning, or the old '
-                    "weight_norm), so it can't be copied: take ddp, or a parametrization "
-                    "(torch.nn.utils.parametrize)"
-                )
-    return None
-
-
-def refuse_uncopied(model: nn.Module) -> None:
-    """Refuse what a copy of the model can't take along.
+def refuse_uncopied(model: nn.Module, strategy: str) -> None:
+    """Refuse what a copy of the model, or its shards, can't take along.
 
     Raises:
         StrategyError: a hook on a parameter, or a compiled model, which would run the first one.
     """
     for name in hooked_parameters(model):
         raise StrategyError(
-            f'dp: parameter "{name}" has a hook, which replicas would lose; take ddp, which '
-            "builds the model afresh for each device"
+            f'{strategy}: parameter "{name}" has a hook, which a copy or a shard would lose: take '
+            "ddp, which builds the model afresh for each device"
         )
     refuse_compiled(model)
 

@@ -68,13 +68,13 @@ class Replica:
 
     @torch.no_grad()
     def follow(self, first: Replica, *, statistics: bool) -> None:
-        """Become equal to the first replica, in parameters and in what `follow_modes` takes.
+        """Become equal to the first replica, in parameters, modes and buffers.
 
         Args:
             first: the first replica.
             statistics: whether its running statistics are taken, too.
         """
-        self.follow_modes(first, statistics=statistics)
+        self._follow_modes(first, statistics=statistics)
         for p, q in zip(first.parameters, self.parameters, strict=True):
             if q.requires_grad != p.requires_grad:
                 q.requires_grad_(p.requires_grad)
@@ -91,8 +91,7 @@ class Replica:
             mine = [of_first[p] for p in some]
             torch._foreach_copy_(mine, copies)
 
-    @torch.no_grad()
-    def follow_modes(self, first: Replica, *, statistics: bool = False) -> None:
+    def _follow_modes(self, first: Replica, *, statistics: bool) -> None:
         """Take over the attributes, the mode among them, and the buffers that act.
 
         Args:

@@ -119,11 +119,6 @@ class Replicas:
         for replica in self._others:
             replica.follow(self._first, statistics=statistics)
 
-    def follow_modes(self) -> None:
-        """Give the copies the mode of the model."""
-        for replica in self._others:
-            replica.follow_modes(self._first)
-
     # ---- gradients -------------------------------------------------------------------------------
 
     def add_gradients(self) -> None:

@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import InputError, RunError, StrategyError
-from lockstep.launch.processes.rank_agreement import END_OF_CALLBACKS
-from lockstep.launch.world import World
+from lockstep.launch.world import END_OF_CALLBACKS, World
 from lockstep.model.build import differing_tensors
 from lockstep.model.hooks import is_hooked
 from lockstep.model.optimizers.state import REPLACED

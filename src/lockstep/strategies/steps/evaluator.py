@@ -31,7 +31,6 @@ class Evaluator:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._judged = 0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -47,22 +46,16 @@ class Evaluator:
         step.meet("step.evaluate(...)")
         step.after_events()
         with step.modes.evaluating():
-            models = step.models()
-            own = models[:1] if step._shares_parameters else models
-            modes = []
-            for model in own:
-                for module in model.modules():
-                    modes.append((module, module.training))
+            model = step.model
+            modes = [(module, module.training) for module in model.modules()]
             stream = step.draws.stream
-            step.share_buffers()
             step.loss.follow()
             # A module's own ``train`` may merge adapters into weights.
             writes = any(has_own_train(module) for module, _ in modes)
             around = step.layout.whole if writes else nullcontext
             with around():
-                for model in own:
-                    model.eval()
-            step._follow_modes()
+                model.eval()
+            step.share_buffers()  # replicas of dp take the mode, too
             fast = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             try:
@@ -73,7 +66,6 @@ class Evaluator:
                 torch.backends.mha.set_fastpath_enabled(fast)
                 with around(), torch.no_grad():
                     set_modes(modes)
-                step._follow_modes()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
         """Compute outputs, total and count of this process's local batch; see `Step.evaluate`."""
@@ -180,8 +172,4 @@ class Evaluator:
 
     def judged(self, model: nn.Module, part: Part) -> tuple[Any, Loss]:
         """Compute outputs and loss of samples that are on the device of ``model``."""
-        step = self._step
-        self._judged += 1
-        checks = step.replicas > 1 and step.world.device.is_slot
-        checks = checks and step.loss_check.wants(self._judged)
-        return step._outputs_and_loss(model, part, checks=checks)
+        return self._step._outputs_and_loss(model, part)

@@ -68,15 +68,10 @@ class LeftOutParameters:
         own = self._step.layout.weights(whole=False)
         for name in self.sums:
             if _digest(own[name]) != self._digests[name]:
-                change = "has other values"
-            elif self._step.model.get_parameter(name).requires_grad:
-                change = "is trained"
-            else:
-                continue
-            raise RunError(
-                f'save_frozen: "{name}" was frozen when the training began, so that it is not '
-                f"saved, and {change} now: leave save_frozen out"
-            )
+                raise RunError(
+                    f'save_frozen: "{name}" was frozen when the training began, so that it is not '
+                    "saved, and has other values now: leave save_frozen out"
+                )
 
 
 def _digest(part: torch.Tensor | RowShard) -> Any:

@@ -116,9 +116,6 @@ class Step:
     _waits_in_backward = False
     """Whether replicas exchange something in backward, so that each has to run backward."""
 
-    _shares_parameters = False
-    """Whether the replicas of this process have the same parameters."""
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Recipe, world: World
     ) -> None:
@@ -674,12 +671,6 @@ class Step:
     def _own_parameters(self) -> Mapping[str, nn.Parameter]:
         """Give what this process has of each parameter, by name; the optimizer has it."""
         return dict(self.model.named_parameters())
-
-    def _follow_modes(self) -> None:
-        """Give replicas that share the first one's parameters the mode of the first.
-
-        Their own ``train`` would write these parameters again.
-        """
 
     def share_buffers(self) -> None:
         """Give every replica the first one's buffers (running statistics), before an evaluation

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import JobError
 from lockstep.launch.world import World
 
 State = tuple[dict[str, Any], int]
@@ -43,9 +42,6 @@ def value_over(metric: Any, world: World) -> dict[str, float]:
     """Return the value over all ranks, under ""; every rank calls this.
 
     The values of a metric with several are under "/0", "/1", ... or their own names.
-
-    Raises:
-        JobError: it gives something else than numbers.
     """
     metric = metric.cpu()
     every = world.gather_objects(_states_of(metric))
@@ -53,14 +49,7 @@ def value_over(metric: Any, world: World) -> dict[str, float]:
         _merge(metric, every)
     value = metric.compute()
 
-    try:
-        return {below: float(number) for below, number in _named(value).items()}
-    except (TypeError, ValueError) as error:
-        name = type(metric).__name__
-        raise JobError(
-            f"metrics: {name} gave {type(value).__name__}, numbers (one, or a row of them) are "
-            "expected"
-        ) from error
+    return {below: float(number) for below, number in _named(value).items()}
 
 
 def _states_of(metric: Any) -> list[State]:
