@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from lockstep import Job, train
-from lockstep.strategies.pp import PP, SCHEDULES
+from lockstep.pipelining.schedule import SCHEDULES
+from lockstep.strategies.pp import PP
 from lockstep.training.run import Run
 
 from harness import differences  # isort: skip

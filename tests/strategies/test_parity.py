@@ -502,7 +502,7 @@ class Closing(nn.Linear):
         (lambda: Frequent("bag"), ["dp", "ddp"], 'the gradient of "words.weight"'),
         (hooked, ["dp"], "has a hook"),
         (old_weight_norm, ["dp"], "it can't be copied .*weight_norm.* ddp builds it afresh"),
-        (old_weight_norm, ["fsdp"], "weight_orig"),
+        (old_weight_norm, ["fsdp"], "the graph of a copy"),
     ],
 )
 def test_what_replicas_can_not_keep_is_refused(model, ways, says, tmp_path) -> None:

@@ -78,6 +78,13 @@ class RunFolder:
         names = [path.name for path in self.checkpoints.glob("*")]
         return any(map(_CHECKPOINT.fullmatch, names))
 
+    def written_at(self, path: Path) -> int | None:
+        """When one of the files was last written; None where it isn't there."""
+        try:
+            return path.stat().st_mtime_ns
+        except OSError:
+            return None
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Keep other processes from training in this folder meanwhile.

@@ -39,11 +39,11 @@ from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned
 from lockstep.pipelining.planner.stage_table import Partition
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import (
+    SCHEDULES,
     Schedule,
     forwards_first,
     gpipe,
     interleaved,
-    one_f_one_b,
 )
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
@@ -51,9 +51,6 @@ from lockstep.run.events import Caveat, Line
 from lockstep.strategies.staged_step import StagedStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
-"""The names of schedules, beside "auto"."""
 
 _MICROBATCHES = 4
 
@@ -382,10 +379,9 @@ def _order_of(way: PP, devices: int, job: Recipe) -> Callable[[int], Schedule]:
     A loss over the whole batch needs all forwards first. With ``accumulate`` not all micro-batches
     may fit in memory, so forward runs twice.
     """
-    order: Callable[[int], Schedule] = partial(one_f_one_b, devices)
-    if way.schedule == "interleaved":
-        order = partial(interleaved, devices, chunks=way.chunks_on(devices))
-    elif way.schedule == "gpipe":
+    # 1F1B is interleaved with one stage on each device.
+    order: Callable[[int], Schedule] = partial(interleaved, devices, chunks=way.chunks_on(devices))
+    if way.schedule == "gpipe":
         order = partial(gpipe, devices)
     if job.loss_over == "batch" and job.accumulate == 1:
         return lambda microbatches: forwards_first(order(microbatches))

@@ -73,6 +73,7 @@ def with_restarts(
     Returns:
         The summary of the run, and the path of the folder.
     """
+    before = None if run is None else run.written_at(run.summary)
     # A collective waits longer, so that the report of who has not arrived comes first.
     longest = plan.timeout + 60 if plan.timeout else _NEVER
 
@@ -83,6 +84,11 @@ def with_restarts(
         except Lost as error:
             if run is None:
                 raise
+            if run.written_at(run.summary) not in (None, before):
+                # All that the run leaves is written: what was lost had nothing more to do.
+                display.line(f"note: {error}, after the end", note=True)
+                with run.held():  # removes the lock that a killed rank has left
+                    return run.read_json(run.summary), str(run.path)
             if number >= restarts or asked():
                 raise
             number += 1

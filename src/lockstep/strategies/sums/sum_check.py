@@ -343,5 +343,5 @@ def _norm(gradient: Tensor | None) -> float:
     if gradient is None or not gradient.numel():
         return 0.0
     if gradient.is_sparse:
-        gradient = gradient.to_dense()
+        gradient = gradient.coalesce().values()
     return float(torch.linalg.vector_norm(gradient))
