@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 222_087
+TOTAL = 222_125
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,14 +210,14 @@ TOKENS = {
     "export": 3_846,
     "launch": 17_920,
     "map": 4_108,
-    "model": 16_378,
+    "model": 16_397,
     "parallel": 10_378,
     "pipelining": 17_238,
     "prediction": 3_743,
     "profiling": 3_024,
     "report": 1_850,
     "run": 3_577,
-    "strategies": 47_262,
+    "strategies": 47_281,
     "tensors": 7_764,
     "threads": 5_192,
     "top": 7_683,
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_385
+    assert bars.lines_of_the_reading_path() <= 2_384
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -11,10 +11,13 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Job, parallelize, train
 from lockstep.errors import JobError, LossError
+from lockstep.launch.devices import slots
 from lockstep.launch.processes import modes
+from lockstep.launch.world import World
 from lockstep.model import precision
 from lockstep.model.optimizers.build import build_optimizer
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.dp import DP
 
 from harness import differences, parity  # isort: skip
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, sgd, state_of
@@ -337,3 +340,14 @@ def test_parameters_of_16_bits_are_trained_on_cpu_devices(dtype: torch.dtype) ->
         JobError, match="fused: there is no fused SGD for this model's parameters here"
     ):
         build_optimizer(ZOO["mlp"].replace(fused=True), model)
+
+
+def test_threads_that_compile_share_no_cache_of_converted_weights() -> None:
+    """Found by a trial that hung: one waited for the cache with Python's lock, one in the cache for
+    that lock.
+    """
+    for compiles, count in ((True, 2), (True, 1), (False, 2)):
+        job = ZOO["mlp"].replace(precision="bf16", compile=compiles)
+        step = DP().prepare(job, World(devices=slots(count)))
+        with step._precision.autocast():
+            assert torch.is_autocast_cache_enabled() == (not compiles or count == 1)

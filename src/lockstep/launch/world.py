@@ -261,9 +261,7 @@ class World:
         while late := missing(range(self.size)):
             gone = []
             if together:
-                ahead = [
-                    number for number in late if self.step_of(number) > self.step_of(self.rank)
-                ]
+                ahead = [one for one in late if self.step_of(one) > self.step_of(self.rank)]
                 # asked again, since it may have come, and gone on, meanwhile
                 gone = missing(ahead)
             if gone or time.monotonic() > end:

@@ -67,16 +67,20 @@ class Precision:
     Args:
         name: a row of the table above.
         world: TF32 is on until its end; its first device has the type of all devices.
+        caches: whether autocast keeps converted weights within a forward. Several threads must not
+            where one compiles: that one waits for the cache with Python's lock held, and one that
+            empties the cache waits for Python's lock (torch 2.13).
 
     Attributes:
         whole: the dtype that floating inputs are converted to, or None.
         scaler: scales the loss under fp16, else None.
     """
 
-    def __init__(self, name: PrecisionName | None, world: World) -> None:
+    def __init__(self, name: PrecisionName | None, world: World, *, caches: bool = True) -> None:
         self.whole = _WHOLE.get(name or "")
         self._mixed = _MIXED.get(name or "")
         self._device_type = world.device.type
+        self._caches = caches
         self.scaler: torch.amp.GradScaler | None = None
         if name == "tf32" and self._device_type in ROUNDING:
             world.at_end.enter_context(rounded_products())
@@ -89,7 +93,7 @@ class Precision:
         """Give the context in which a forward and its loss run."""
         if self._mixed is None:
             return _NOTHING
-        return torch.autocast(self._device_type, dtype=self._mixed)
+        return torch.autocast(self._device_type, dtype=self._mixed, cache_enabled=self._caches)
 
 
 def convert_model(model: nn.Module, name: PrecisionName | None) -> None:

@@ -141,7 +141,8 @@ class Step:
         self._synchronises = job.sync_batchnorm
         self.accepts_differences = job.accept_differences
         self._channels_last = job.channels_last
-        self._precision = Precision(job.precision, world)
+        caches = not job.compile or len(world.devices) == 1
+        self._precision = Precision(job.precision, world, caches=caches)
         self.scaler = self._precision.scaler
         dtype = self._precision.whole
         place = world.devices[-1].torch
