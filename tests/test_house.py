@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 222_125
+TOTAL = 222_123
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -216,7 +216,7 @@ TOKENS = {
     "prediction": 3_743,
     "profiling": 3_024,
     "report": 1_850,
-    "run": 3_577,
+    "run": 3_575,
     "strategies": 47_281,
     "tensors": 7_764,
     "threads": 5_192,

@@ -62,7 +62,7 @@ def map(
         items: anything that can be gone through.
         devices: as in `lockstep.launch.devices`. ``"auto"`` is every accelerator; without one, a
             function gets a process for each core, a module one CPU device of all cores. Inside a
-            rank or another map there is only its own device.
+            training or another map there is only its own device.
         batch_size: a function is called with a list of this number of items (the last list may be
             shorter), and gives a list of as many results. A module gets the items put together as
             a batch, and its outputs are taken apart into rows. None: one item for each call, for a module

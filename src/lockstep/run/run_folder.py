@@ -50,8 +50,18 @@ def json_text(values: Any) -> str:
     return json.dumps(finite, indent=2) + "\n"
 
 
-_CONFIG = {"job", "file", "sources", "set", "given", "settings", "strategy", "strategy_settings"}
-_CONFIG |= {"devices", "resumed"}
+_CONFIG = {
+    "job",
+    "file",
+    "sources",
+    "set",
+    "given",
+    "settings",
+    "strategy",
+    "strategy_settings",
+    "devices",
+    "resumed",
+}
 """What is read of ``config.json``."""
 
 

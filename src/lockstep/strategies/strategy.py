@@ -195,7 +195,7 @@ def _of_norms(job: Recipe, model: nn.Module, replicas: int) -> Iterator[Caveat]:
     trains = any(norm.training for norm in norms)
     if replicas > 1 and not job.sync_batchnorm and (trains or bare):
         if job.step is None:
-            fix = "sync_batchnorm=True keeps the results"
+            fix = "sync_batchnorm=True (under dp, ddp and fsdp) keeps the results"
         else:
             fix = "a step function can't synchronise it: GroupNorm, say, normalizes each sample"
         text = "BatchNorm normalizes over each replica's local batch, not over the global batch"

@@ -9,8 +9,8 @@ without, one thread computes the same bits.
 It is a ``TorchFunctionMode``, which sees every call of a PyTorch function in its thread (and only
 there). What may draw is called inside a ``TorchDispatchMode``, which gives our generator to each
 operator below it that takes one: ``F.gumbel_softmax``, say, draws by ``aten.exponential_``. All
-other functions are called as they are. A dropout takes some 25 us longer for it, and an attention
-some 0.2 ms.
+other functions are called as they are. A dropout takes some 35 us longer for it, and an attention
+some 0.4 ms.
 
 Not seen: what custom operators draw (``torch.ops``, C++ extensions), compiled code, and Python's
 and NumPy's random. Accelerators have a generator per device already, and what is drawn there is
